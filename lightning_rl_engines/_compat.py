@@ -1,0 +1,40 @@
+"""The only door to private names of torch, Lightning, transformers and peft.
+
+Each function says which private name it uses and why no public one will do. Versions are bounded in pyproject.toml.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+from torch.autograd import Variable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward pass that is going on ends; autograd offers no public hook for its end."""
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def keys_to_ignore_on_save(model: "PreTrainedModel") -> frozenset[str]:
+    """Names of the state that ``save_pretrained`` leaves out; transformers keeps the list in a private attribute."""
+    return frozenset(model._keys_to_ignore_on_save or ())
+
+
+def revert_weight_conversion(conversions: list[Any], config: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Run load-time conversions in reverse; transformers takes them from a private attribute of a whole model."""
+    from transformers.core_model_loading import revert_weight_conversion as revert
+
+    return revert(cast("PreTrainedModel", SimpleNamespace(_weight_conversions=conversions, config=config)), state)
+
+
+def given_hyperparameters() -> dict[str, Any] | None:
+    """Plain arguments with which LightningCLI is building a module right now; Lightning keeps them in a private variable."""
+    from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
+
+    given: dict[str, Any] | None = _given_hyperparameters.get()
+    return given
