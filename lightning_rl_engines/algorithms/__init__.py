@@ -1,0 +1,51 @@
+"""Pure maths of RL post-training on torch tensors: advantages, losses, KL estimators, aggregation."""
+
+from lightning_rl_engines.algorithms.advantages import (
+    Advantage,
+    DrGRPOAdvantage,
+    GRPOAdvantage,
+    ReinforcePlusPlusAdvantage,
+    RLOOAdvantage,
+)
+from lightning_rl_engines.algorithms.aggregation import AggregationMode, aggregate, check_aggregation, masked
+from lightning_rl_engines.algorithms.filters import overlong_penalty, zero_variance_groups
+from lightning_rl_engines.algorithms.kl import KLEstimator, kl_estimate
+from lightning_rl_engines.algorithms.losses import (
+    CISPOLoss,
+    GSPOLoss,
+    PolicyInputs,
+    PolicyLoss,
+    PolicyLossBase,
+    ReinforceLoss,
+    SFTLoss,
+    TokenLoss,
+)
+from lightning_rl_engines.algorithms.outputs import Denominator, LossOutput, MetricReduction, TokenOutputs
+
+__all__ = [
+    "Advantage",
+    "AggregationMode",
+    "CISPOLoss",
+    "Denominator",
+    "DrGRPOAdvantage",
+    "GRPOAdvantage",
+    "GSPOLoss",
+    "KLEstimator",
+    "LossOutput",
+    "MetricReduction",
+    "PolicyInputs",
+    "PolicyLoss",
+    "PolicyLossBase",
+    "RLOOAdvantage",
+    "ReinforceLoss",
+    "ReinforcePlusPlusAdvantage",
+    "SFTLoss",
+    "TokenLoss",
+    "TokenOutputs",
+    "aggregate",
+    "check_aggregation",
+    "kl_estimate",
+    "masked",
+    "overlong_penalty",
+    "zero_variance_groups",
+]
