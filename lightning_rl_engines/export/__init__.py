@@ -1,0 +1,1 @@
+"""Weights out, one tensor at a time."""
