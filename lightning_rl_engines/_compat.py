@@ -7,11 +7,27 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+# Lightning's test for notebooks and interactive shells, so that our launcher and its refusal agree.
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
+
+# Lightning offers the fork launcher only inside its own strategies; ours keeps sharded weights in the workers.
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
 from torch import Tensor
 from torch.autograd import Variable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+__all__ = [
+    "IS_INTERACTIVE",
+    "MultiProcessingLauncher",
+    "WorkerOutput",
+    "given_hyperparameters",
+    "keys_to_ignore_on_save",
+    "queue_backward_callback",
+    "revert_weight_conversion",
+]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -38,3 +54,11 @@ def given_hyperparameters() -> dict[str, Any] | None:
 
     given: dict[str, Any] | None = _given_hyperparameters.get()
     return given
+
+
+def launched_processes(trainer: "Trainer") -> list["subprocess.Popen[bytes]"]:
+    """Return the processes that this one started for other ranks; Lightning's script launcher has no public name."""
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+    launcher = trainer.strategy.launcher
+    return list(launcher.procs) if isinstance(launcher, _SubprocessScriptLauncher) else []

@@ -1,0 +1,1 @@
+"""Checkpoints: training state that resumes on another layout."""

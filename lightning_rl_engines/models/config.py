@@ -1,0 +1,149 @@
+"""Which model to build: plain data that LightningCLI reads and checkpoints can hold."""
+
+import copy
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+DTypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""Floating-point types by the names that configurations use."""
+
+_DROPOUTS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "classifier_dropout",
+    "residual_dropout",
+    "activation_dropout",
+    "dropout",
+)
+
+
+def torch_dtype(name: DTypeName) -> torch.dtype:
+    """Return the torch type of this name.
+
+    Raises:
+        ValueError: The name is none of ``float32``, ``bfloat16``, ``float16``.
+    """
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype={name!r} is not supported; use 'float32', 'bfloat16' or 'float16'.")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A causal language model (or a critic with the same backbone) to be built by an engine.
+
+    Exactly one of ``path`` and ``from_config`` is given.
+
+    Args:
+        path: A Hugging Face folder or hub name; configuration and weights are read from it.
+        from_config: A folder or ``config.json`` file, or the configuration as a dictionary with its ``model_type``;
+            the weights are random.
+        head: ``"lm"`` gives log-probabilities and entropies, ``"value"`` one value per token. A value head is
+            Hugging Face's token-classification head with one label: read from a saved critic, fresh on a causal
+            language model.
+        dtype: Storage type of the weights; ``None`` lets the Trainer's ``precision`` decide.
+        attn_implementation: The kernel for packed rows: ``"sdpa"`` (one call per document, every device),
+            ``"varlen"`` (torch's own, CUDA), ``"flash"`` (the flash-attn package), ``"flex"``, or ``"auto"``.
+        gradient_checkpointing: Recompute the activations of each decoder layer in the backward pass.
+        trust_remote_code: Allow model code from the folder or the hub.
+        revision: Hub revision.
+        tokenizer: Folder or hub name of the tokenizer; by default the model's own.
+        seed: Seed of random weights and of a fresh value head, the same on every rank.
+
+    Raises:
+        ValueError: Neither or both of ``path`` and ``from_config``, or a value outside the ones listed.
+    """
+
+    path: str | None = None
+    from_config: str | dict[str, Any] | None = None
+    head: Literal["lm", "value"] = "lm"
+    dtype: DTypeName | None = None
+    attn_implementation: Literal["auto", "sdpa", "varlen", "flash", "flex"] = "auto"
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+    revision: str | None = None
+    tokenizer: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.from_config is None):
+            raise ValueError(
+                f"ModelConfig needs exactly one of path={self.path!r} and from_config={self.from_config!r}; give path "
+                "for pretrained weights, from_config for random ones."
+            )
+        if isinstance(self.from_config, dict) and "model_type" not in self.from_config:
+            raise ValueError(
+                f"ModelConfig(from_config={self.from_config!r}) has no 'model_type'; add one, such as 'llama'."
+            )
+        if self.head not in ("lm", "value"):
+            raise ValueError(f"ModelConfig(head={self.head!r}) is unknown; use 'lm' or 'value'.")
+        if self.dtype is not None:
+            torch_dtype(self.dtype)
+        kernels = ("auto", "sdpa", "varlen", "flash", "flex")
+        if self.attn_implementation not in kernels:
+            raise ValueError(
+                f"ModelConfig(attn_implementation={self.attn_implementation!r}) is unknown; use one of {kernels}."
+            )
+
+    @property
+    def source(self) -> str:
+        """What the model is built from, in words for messages."""
+        if self.path is not None:
+            return self.path
+        if isinstance(self.from_config, dict):
+            return f"a {self.from_config['model_type']} configuration"
+        return str(self.from_config)
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Folder or hub name of the tokenizer.
+
+        Raises:
+            ValueError: The model comes from a dictionary and no ``tokenizer`` is named.
+        """
+        name = self.tokenizer or self.path or self.from_config
+        if not isinstance(name, str):
+            raise ValueError(
+                "ModelConfig(tokenizer=None) with a dictionary as from_config has no tokenizer; name its folder, as "
+                "in tokenizer='examples/tokenizer'."
+            )
+        return name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments that differ from their defaults, as plain data."""
+        values = asdict(self)
+        return {item.name: values[item.name] for item in fields(self) if values[item.name] != item.default}
+
+    def load_hf_config(self) -> "PretrainedConfig":
+        """Read the Hugging Face configuration; dropouts are set to 0 with a warning.
+
+        A policy with dropout would give a token another log-probability in each pass, and the importance ratio of a
+        first step would not be 1. Every call returns a new object: transformers keeps the attention implementation in
+        it, so two models must not share one.
+        """
+        from transformers import AutoConfig
+
+        if isinstance(self.from_config, dict):
+            config = AutoConfig.for_model(**copy.deepcopy(self.from_config))
+        else:
+            config = AutoConfig.from_pretrained(
+                self.path or self.from_config, trust_remote_code=self.trust_remote_code, revision=self.revision
+            )
+        for name in _DROPOUTS:
+            if isinstance(getattr(config, name, None), float) and getattr(config, name) > 0:
+                rank_zero_warn(f"{name}={getattr(config, name)} of {self.source} is set to 0: RL needs exact ratios.")
+                setattr(config, name, 0.0)
+        if self.head == "value":
+            config.num_labels = 1
+            config.classifier_dropout = 0.0
+        return config

@@ -1,0 +1,205 @@
+"""Hugging Face models as token models: packed rows in, fused log-probabilities out."""
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_rl_engines.algorithms.outputs import TokenOutputs
+from lightning_rl_engines.export.plan import plan_from_hf_model
+from lightning_rl_engines.heads import linear_log_prob
+from lightning_rl_engines.models.config import ModelConfig
+from lightning_rl_engines.models.graph_guard import GraphGuard
+from lightning_rl_engines.models.token_model import TokenModel, inverse_temperature, scatter_predicted
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightning_rl_engines.sequence.packing import MicroBatch
+
+
+def load_hf_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    attn_implementation: str = "sdpa",
+    empty: bool = False,
+) -> "PreTrainedModel":
+    """Build the plain, unsharded Hugging Face model of a configuration, in evaluation mode.
+
+    Args:
+        config: What to build; a value head gives a token-classification model with one label.
+        dtype: Storage type of parameters; buffers keep the type the model gives them.
+        device: Where it lives; ``"meta"`` needs ``empty``.
+        attn_implementation: A name that transformers knows, ours included.
+        empty: Build the architecture and read no weights.
+
+    Raises:
+        ValueError: The weights do not fit the configuration, naming what is missing or left over.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    factory: Any = AutoModelForCausalLM if config.head == "lm" else AutoModelForTokenClassification
+    hf_config = config.load_hf_config()
+    if empty or config.path is None:
+        model = _from_config(factory, config, hf_config, dtype, device, attn_implementation)
+    else:
+        model = _from_pretrained(factory, config, hf_config, dtype, attn_implementation).to(device)
+    return cast("PreTrainedModel", model.eval())
+
+
+def load_causal_lm(config: ModelConfig, **kwargs: Any) -> "PreTrainedModel":
+    """Build the plain causal language model of a configuration; arguments are those of :func:`load_hf_model`.
+
+    Raises:
+        ValueError: The configuration has a value head.
+    """
+    if config.head != "lm":
+        raise ValueError(f"ModelConfig(head={config.head!r}) is no language model; use head='lm'.")
+    return load_hf_model(config, **kwargs)
+
+
+def _from_config(
+    factory: Any,
+    config: ModelConfig,
+    hf_config: "PretrainedConfig",
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attn_implementation: str,
+) -> "PreTrainedModel":
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        if torch.device(device).type != "meta":
+            torch.manual_seed(config.seed)
+        model: PreTrainedModel = factory.from_config(
+            hf_config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=config.trust_remote_code
+        )
+    model.tie_weights()
+    return model
+
+
+def _from_pretrained(
+    factory: Any, config: ModelConfig, hf_config: "PretrainedConfig", dtype: torch.dtype, attn_implementation: str
+) -> "PreTrainedModel":
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model, report = factory.from_pretrained(
+            config.path,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+            revision=config.revision,
+            output_loading_info=True,
+        )
+    missing = set(report["missing_keys"])
+    head = {name for name in missing if config.head == "value" and name.startswith("score.")}
+    if missing - head or report["mismatched_keys"]:
+        raise ValueError(
+            f"The weights in path={config.path!r} do not fit its configuration: missing {sorted(missing - head)}, "
+            f"of another shape {sorted(map(str, report['mismatched_keys']))}; name a complete checkpoint."
+        )
+    if head:
+        rank_zero_info(f"The value head of {config.path} is freshly initialised: the checkpoint holds none.")
+    return cast("PreTrainedModel", model)
+
+
+class HFTokenModel(TokenModel):
+    """A Hugging Face model whose head is the fused log-probability or a value per token.
+
+    The head's weight is read inside :meth:`forward`, so an FSDP root around this module has gathered it.
+
+    Args:
+        hf: The Hugging Face model, bound to a packed attention kernel.
+        model_config: What it was built from.
+    """
+
+    def __init__(self, hf: "PreTrainedModel", model_config: ModelConfig) -> None:
+        super().__init__()
+        self.hf = hf
+        self.model_config = model_config
+        self.config = hf.config
+        self.export_plan = plan_from_hf_model(hf)
+        self._guard = GraphGuard()
+        text = hf.config.get_text_config()
+        self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        # Cohere multiplies its logits, Granite divides them.
+        self._scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
+            getattr(text, "logits_scaling", None) or 1.0
+        )
+        if model_config.gradient_checkpointing:
+            # Re-entrant checkpointing drops our keyword arguments and needs inputs that require a gradient.
+            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, the units of sharding.
+
+        Raises:
+            ValueError: The architecture does not say which modules they are.
+        """
+        names = set(self.hf._no_split_modules or ())
+        found = [module for module in self.hf.modules() if type(module).__name__ in names]
+        if not found:
+            raise ValueError(
+                f"{type(self.hf).__name__} names no decoder layers (_no_split_modules); use a Hugging Face decoder "
+                "such as Llama or Qwen3."
+            )
+        return found
+
+    @property
+    @override
+    def document_cost(self) -> tuple[float, float]:
+        text = self.config.get_text_config()
+        embeddings = {"embed_tokens.weight", "wte.weight"}
+        linear = sum(
+            math.prod(entry.shape)
+            for entry in self.export_plan.entries
+            if len(entry.shape) > 1 and not any(entry.name.endswith(name) for name in embeddings)
+        )
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        # Scores and values over a causal triangle: two products of n^2 / 2 per head and layer.
+        quadratic = text.num_hidden_layers * text.num_attention_heads * head_dim
+        return float(linear), float(quadratic)
+
+    @override
+    def forward(
+        self, micro_batch: "MicroBatch", *, calculate_entropy: bool = False, temperature: float | str = 1.0
+    ) -> TokenOutputs:
+        row = micro_batch.row
+        hidden: Tensor = self.hf.base_model(
+            input_ids=micro_batch.input_ids[None],
+            position_ids=micro_batch.position_ids[None],
+            use_cache=False,
+            packed_row=row,
+        ).last_hidden_state[0]
+        hidden = hidden.index_select(0, micro_batch.predicted)
+        if self.model_config.head == "value":
+            results: tuple[Tensor | None, ...] = (None, None, self._values(hidden))
+        else:
+            results = (*self._log_probs(hidden, micro_batch, calculate_entropy, temperature), None)
+        present = [scatter_predicted(item, micro_batch) for item in results if item is not None]
+        tracked = iter(self._guard.track(tuple(present)))
+        return TokenOutputs(*(None if item is None else next(tracked) for item in results))
+
+    def _log_probs(
+        self, hidden: Tensor, micro_batch: "MicroBatch", calculate_entropy: bool, temperature: float | str
+    ) -> tuple[Tensor, Tensor | None]:
+        head = self.hf.get_output_embeddings()
+        return linear_log_prob(
+            hidden,
+            head.weight,
+            micro_batch.labels.index_select(0, micro_batch.predicted),
+            inv_temperature=inverse_temperature(micro_batch, temperature),
+            bias=head.bias,
+            softcap=self._softcap,
+            scale=self._scale,
+            calculate_entropy=calculate_entropy,
+        )
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        values: Tensor = self.hf.score(hidden)
+        return values[:, 0].float()

@@ -1,0 +1,65 @@
+"""What every engine's model looks like from outside: a micro-batch in, per-token results out."""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rl_engines.algorithms.outputs import TokenOutputs
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from lightning_rl_engines.export.plan import ExportPlan
+    from lightning_rl_engines.models.config import ModelConfig
+    from lightning_rl_engines.sequence.packing import MicroBatch
+
+
+class TokenModel(nn.Module, ABC):
+    """A model that maps a packed row to per-token log-probabilities, entropies or values.
+
+    Attributes:
+        model_config: What it was built from.
+        config: The Hugging Face configuration.
+        export_plan: Names, shapes and types of its weights as a Hugging Face save holds them.
+    """
+
+    model_config: "ModelConfig"
+    config: "PretrainedConfig"
+    export_plan: "ExportPlan"
+
+    @property
+    @abstractmethod
+    def document_cost(self) -> tuple[float, float]:
+        """Linear and quadratic coefficient of a document's cost in its length, in multiply-adds of a forward pass."""
+
+    @abstractmethod
+    def forward(
+        self, micro_batch: "MicroBatch", *, calculate_entropy: bool = False, temperature: float | str = 1.0
+    ) -> TokenOutputs:
+        """Run one row.
+
+        Collective over the sequence group, and over the sharding group where parameters are sharded.
+
+        Args:
+            micro_batch: This rank's slice of the row.
+            calculate_entropy: Also return the entropy of each predicted token's distribution.
+            temperature: What logits are divided by: a number, or the name of a column (per document or per token).
+
+        Returns:
+            Tensors of shape ``[local tokens]``, 0 outside the response.
+        """
+
+
+def inverse_temperature(micro_batch: "MicroBatch", temperature: float | str) -> Tensor | float:
+    """Return ``1 / temperature`` of the predicted tokens: a number, or an fp32 tensor of shape ``[predicted]``."""
+    if isinstance(temperature, str):
+        return micro_batch.per_token(temperature).index_select(0, micro_batch.predicted).float().reciprocal()
+    return 1.0 / temperature
+
+
+def scatter_predicted(values: Tensor, micro_batch: "MicroBatch") -> Tensor:
+    """Place ``values`` of shape ``[predicted]`` into a zero tensor of shape ``[local tokens]``, differentiably."""
+    empty = torch.zeros(micro_batch.input_ids.shape[0], dtype=values.dtype, device=values.device)
+    return empty.index_copy(0, micro_batch.predicted, values)

@@ -1,0 +1,355 @@
+"""The contract that both engines implement, and the part of it that they share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from lightning_rl_engines.algorithms.outputs import LossOutput, TokenOutputs
+from lightning_rl_engines.models.config import DTypeName, ModelConfig
+from lightning_rl_engines.models.token_model import TokenModel
+from lightning_rl_engines.sequence import Experience, MicroBatch, pack_row, return_columns
+from lightning_rl_engines.strategies.accumulator import MetricAccumulator
+from lightning_rl_engines.strategies.global_batch import GlobalBatch, describe, plan_batch
+
+LossFunction: TypeAlias = Callable[[TokenOutputs, MicroBatch], LossOutput]
+"""Maps the outputs of a micro-batch to local sums; may carry ``required_columns``, names it reads."""
+
+GroupName: TypeAlias = Literal["data", "sequence", "world"]
+
+
+@dataclass(frozen=True)
+class BatchOutput:
+    """Result of one pass over a batch.
+
+    Attributes:
+        loss: The global loss, the same number on every rank; ``None`` without a loss function.
+        metrics: Global metrics by name, the same on every rank.
+        columns: ``log_probs``, ``entropy`` and ``values`` where computed without gradients: fp32 host tensors of shape
+            ``[tokens]``, in the order and alignment of the experience that was passed.
+    """
+
+    loss: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Engine(ABC):
+    """What a LightningModule may ask of a training engine.
+
+    An ``Experience`` that is passed holds this data rank's documents; ranks may hold different numbers of them, also
+    none, and ranks that share a data rank pass the same ones. Every method is collective over the world.
+    """
+
+    # ---- what an engine provides ----
+
+    @property
+    @abstractmethod
+    def data_parallel_size(self) -> int:
+        """Number of ranks that hold different documents."""
+
+    @property
+    @abstractmethod
+    def data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+
+    @property
+    @abstractmethod
+    def data_parallel_group(self) -> ProcessGroup | None:
+        """Ranks that hold different documents and share the place within their row; ``None`` for one."""
+
+    @property
+    @abstractmethod
+    def sequence_parallel_size(self) -> int:
+        """Number of ranks that a row is split over."""
+
+    @property
+    @abstractmethod
+    def sequence_parallel_rank(self) -> int:
+        """This rank's place within its row."""
+
+    @property
+    @abstractmethod
+    def sequence_parallel_group(self) -> ProcessGroup | None:
+        """Ranks that share a row; ``None`` for one."""
+
+    @property
+    @abstractmethod
+    def compute_device(self) -> torch.device:
+        """Device that rows are moved to."""
+
+    @abstractmethod
+    def build_model(self, config: ModelConfig, *, trainable: bool = True) -> TokenModel:
+        """Build and shard a model; call it in ``configure_model``.
+
+        Args:
+            config: What to build.
+            trainable: ``False`` for a frozen reference.
+        """
+
+    @abstractmethod
+    def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
+        """Return the global 2-norm of the gradients, the same on every rank, and scale them down to ``max_norm``.
+
+        Nothing is scaled when ``max_norm`` is ``None`` or the norm is not finite.
+        """
+
+    @abstractmethod
+    def get_per_tensor_param(
+        self, model: nn.Module, *, mode: Literal["full"] = "full", dtype: DTypeName | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield full weights under their Hugging Face names, one at a time, as copies; every rank walks to the end."""
+
+    @abstractmethod
+    def get_per_tensor_grad(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield full gradients under their Hugging Face names, as :meth:`get_per_tensor_param` does weights."""
+
+    @abstractmethod
+    def all_gather_objects(self, item: Any, group: GroupName = "world") -> list[Any]:
+        """Return the host objects of all ranks of a group, in rank order."""
+
+    @abstractmethod
+    def _gradient_scale(self, model: nn.Module) -> float:
+        """Factor on the loss that turns the engine's reduction of gradients into a sum over ranks."""
+
+    @abstractmethod
+    def _gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Context of a micro-batch; gradients of all but the last one may stay local."""
+
+    @abstractmethod
+    def _sum_over_sequence(self, tensor: Tensor) -> None:
+        """Sum a host tensor over the ranks of a row, in place."""
+
+    # ---- what engines share ----
+
+    def forward_backward_batch(
+        self,
+        model: nn.Module,
+        experience: Experience,
+        loss_fn: LossFunction | None,
+        *,
+        forward_only: bool = False,
+        calculate_entropy: bool = False,
+        temperature: float | str = 1.0,
+        max_tokens_per_micro_batch: int | None = None,
+        balance: bool = False,
+    ) -> BatchOutput:
+        """Run a global batch as micro-batches, and add its gradients to those of the parameters.
+
+        The loss, each metric and each gradient are those of the whole global batch, whatever the layout, the packing
+        and the micro-batching.
+
+        Args:
+            model: A model that :meth:`build_model` returned.
+            experience: This data rank's documents.
+            loss_fn: Local sums of a micro-batch; ``None`` only with ``forward_only``.
+            forward_only: No gradients; per-token results come back as columns.
+            calculate_entropy: Compute entropies.
+            temperature: What logits are divided by: a number, or the name of a column.
+            max_tokens_per_micro_batch: The most tokens in a row, counted over all ranks that share it; ``None`` packs
+                everything a rank has into one row.
+            balance: Let documents change their data rank for the pass where that balances the load.
+
+        Raises:
+            ValueError: On all ranks together: unusable documents or arguments, a document over the budget.
+        """
+        if loss_fn is None and not forward_only:
+            raise ValueError("loss_fn=None needs forward_only=True; pass a loss, such as PolicyLoss().")
+        experience = experience.to("cpu")  # rows are cut on the host; Lightning may have moved the batch
+        batch = self._plan(model, experience, loss_fn, temperature, max_tokens_per_micro_batch, balance)
+        metrics = MetricAccumulator(batch.denominators)
+        columns: dict[str, Tensor] = {}
+        for index, row in enumerate(batch.rows):
+            micro_batch = self._pack(batch.experience, row)
+            last = index == len(batch.rows) - 1
+            if forward_only:
+                with torch.no_grad():
+                    outputs = model(micro_batch, calculate_entropy=calculate_entropy, temperature=temperature)
+                    if loss_fn is not None:
+                        metrics.add(loss_fn(outputs, micro_batch))
+                _collect(columns, outputs, micro_batch, batch.experience.num_tokens)
+                continue
+            with self._gradient_sync(model, last=last):
+                outputs = model(micro_batch, calculate_entropy=calculate_entropy, temperature=temperature)
+                result = cast(LossFunction, loss_fn)(outputs, micro_batch)
+                metrics.add(result)
+                scale = self._gradient_scale(model) / batch.denominators[result.denominator]
+                (_connected(result.total, outputs) * scale).backward()
+        for column in columns.values():
+            self._sum_over_sequence(column)
+        if batch.journey is not None and columns:
+            columns = return_columns(
+                columns,
+                batch.journey.origin,
+                batch.experience.lengths,
+                batch.journey.destinations,
+                batch.journey.lengths,
+                self.data_parallel_group,
+            )
+        found = metrics.finish(self.all_gather_objects)
+        return BatchOutput(found.get("loss"), found, columns)
+
+    def train_batch(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        experience: Experience,
+        loss_fn: LossFunction,
+        *,
+        max_grad_norm: float | None = None,
+        calculate_entropy: bool = False,
+        temperature: float | str = 1.0,
+        max_tokens_per_micro_batch: int | None = None,
+        balance: bool = False,
+    ) -> BatchOutput:
+        """Run :meth:`forward_backward_batch`, clip, and step the optimizer.
+
+        A gradient norm that is not finite skips the step on all ranks. Gradients are cleared in any case.
+
+        Args:
+            model: The model that is trained.
+            optimizer: Lightning's optimizer (``self.optimizers()``), so that ``global_step`` counts the step.
+            experience: This data rank's documents.
+            loss_fn: Local sums of a micro-batch.
+            max_grad_norm: Largest global gradient norm; ``None`` does not clip.
+            calculate_entropy: Compute entropies, with gradients.
+            temperature: What logits are divided by: a number, or the name of a column.
+            max_tokens_per_micro_batch: The most tokens in a row.
+            balance: Let documents change their data rank for the pass.
+
+        Returns:
+            The batch's loss and metrics, with ``grad_norm`` before clipping and ``skipped_step`` (0 or 1).
+        """
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm} must be positive, such as 1.0, or None for no clipping.")
+        optimizer.zero_grad()
+        try:
+            output = self.forward_backward_batch(
+                model,
+                experience,
+                loss_fn,
+                calculate_entropy=calculate_entropy,
+                temperature=temperature,
+                max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+                balance=balance,
+            )
+            norm = float(self.clip_grad_norm(model, max_grad_norm))
+            # The norm is one all-reduced number: every rank takes the same branch.
+            finite = norm == norm and norm not in (float("inf"), float("-inf"))
+            if finite:
+                optimizer.step()
+        finally:
+            optimizer.zero_grad()
+        metrics = {**output.metrics, "grad_norm": norm, "skipped_step": float(not finite)}
+        return BatchOutput(output.loss, metrics)
+
+    def infer_batch(
+        self,
+        model: nn.Module,
+        experience: Experience,
+        *,
+        calculate_entropy: bool = False,
+        temperature: float | str = 1.0,
+        max_tokens_per_micro_batch: int | None = None,
+        balance: bool = False,
+    ) -> BatchOutput:
+        """Compute per-token results without gradients; arguments are those of :meth:`forward_backward_batch`."""
+        return self.forward_backward_batch(
+            model,
+            experience,
+            None,
+            forward_only=True,
+            calculate_entropy=calculate_entropy,
+            temperature=temperature,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            balance=balance,
+        )
+
+    @contextmanager
+    def train_mode(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """Put the model into training mode; at exit, also after an exception, clear gradients and restore the mode."""
+        with _module_mode(model, training=True):
+            try:
+                yield
+            finally:
+                (optimizer or model).zero_grad()
+
+    @contextmanager
+    def eval_mode(self, model: nn.Module) -> Iterator[None]:
+        """Put the model into evaluation mode without gradients; restore the mode at exit, also after an exception."""
+        with _module_mode(model, training=False), torch.no_grad():
+            yield
+
+    def _plan(
+        self,
+        model: nn.Module,
+        experience: Experience,
+        loss_fn: LossFunction | None,
+        temperature: float | str,
+        budget: int | None,
+        balance: bool,
+    ) -> GlobalBatch:
+        description = describe(
+            experience,
+            data_rank=self.data_parallel_rank,
+            vocab_size=model.config.get_text_config().vocab_size,  # type: ignore[union-attr]
+            temperature=temperature,
+            required_columns=getattr(loss_fn, "required_columns", ()),
+            settings=f"max_tokens_per_micro_batch={budget}, temperature={temperature!r}, balance={balance}",
+        )
+        return plan_batch(
+            experience,
+            description,
+            self.all_gather_objects,
+            data_group=self.data_parallel_group,
+            data_size=self.data_parallel_size,
+            budget=budget,
+            multiple_of=self.sequence_parallel_size,
+            move=balance and self.data_parallel_size > 1,
+            cost=model.document_cost,  # type: ignore[arg-type]
+        )
+
+    def _pack(self, experience: Experience, row: tuple[int, ...]) -> MicroBatch:
+        return pack_row(
+            experience,
+            row,
+            sequence_size=self.sequence_parallel_size,
+            sequence_rank=self.sequence_parallel_rank,
+            group=self.sequence_parallel_group,
+            device=self.compute_device,
+        )
+
+
+def _connected(total: Tensor, outputs: TokenOutputs) -> Tensor:
+    """Tie a loss that reads no output to the graph: ranks must run the same collectives in backward."""
+    if total.requires_grad:
+        return total
+    return total + sum(output.sum() for output in outputs if output is not None) * 0.0
+
+
+def _collect(columns: dict[str, Tensor], outputs: TokenOutputs, micro_batch: MicroBatch, num_tokens: int) -> None:
+    """Write this rank's slots of a row into flat host columns; slots of other ranks stay 0."""
+    indices = micro_batch.token_indices
+    real = indices >= 0
+    for name, values in zip(outputs._fields, outputs, strict=True):
+        if values is not None:
+            column = columns.setdefault(name, torch.zeros(num_tokens))
+            column[indices[real]] = values.detach().float().cpu()[real]
+
+
+@contextmanager
+def _module_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    before = model.training
+    model.train(training)
+    try:
+        yield
+    finally:
+        model.train(before)
+
+

@@ -1,0 +1,411 @@
+"""FSDP1 sharding with Ulysses sequence parallelism, as a Lightning strategy."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
+from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_rl_engines._compat import IS_INTERACTIVE
+from lightning_rl_engines.checkpoint.training import (
+    load_training_checkpoint,
+    model_state,
+    optimizer_state,
+    save_training_checkpoint,
+)
+from lightning_rl_engines.export.stream import stream_full_gradients, stream_full_parameters
+from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
+from lightning_rl_engines.models.huggingface import HFTokenModel, load_hf_model
+from lightning_rl_engines.models.token_model import TokenModel
+from lightning_rl_engines.sequence.attention import bind_sequence_parallel, ensure_registered, select_kernel
+from lightning_rl_engines.strategies.engine import Engine, GroupName
+from lightning_rl_engines.strategies.launcher import ForkLauncher
+from lightning_rl_engines.strategies.precision import EnginePrecision
+from lightning_rl_engines.strategies.sharding import FSDPLayout, shard
+
+
+class FSDPUlyssesStrategy(Engine, FSDPStrategy):
+    """FSDP1 around each token model, Ulysses across the ranks that share a row.
+
+    Ranks form a mesh of data ranks times ``ulysses_sp_size``; neighbouring ranks share a row. Parameters are sharded
+    over all ranks, sequence peers included. Runs on CPU (gloo) and on CUDA.
+
+    Args:
+        ulysses_sp_size: Ranks that a row is split over; divides the number of ranks and the attention heads.
+        fsdp_size: Ranks that parameters are sharded over; smaller than the world gives hybrid sharding (sharded within
+            neighbouring ranks, replicated across), 1 gives replicas, ``None`` shards over the world.
+        reduce_dtype: Type that gradients are reduced in under ``bf16-mixed``.
+        defer_gradient_sync: Reduce gradients on the last micro-batch only. Saves communication and keeps an unsharded
+            gradient on every rank. Refused under ``bf16-mixed``, where FSDP1 would accumulate it in bf16.
+        process_group_backend: Backend of ``torch.distributed``; by default gloo on CPU, gloo and NCCL on CUDA.
+        timeout_seconds: How long a collective may take before the run is given up.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        precision_plugin: Set by the Trainer from its ``precision``: ``"32-true"`` or ``"bf16-mixed"``.
+
+    Raises:
+        ValueError: A size that is not a positive integer, or an unknown type.
+    """
+
+    strategy_name = "fsdp_ulysses"
+    # Lightning refuses on CPU every name in its own list, which subclasses would share.
+    _registered_strategies: list[str] = []  # noqa: RUF012
+
+    def __init__(
+        self,
+        ulysses_sp_size: int = 1,
+        fsdp_size: int | None = None,
+        reduce_dtype: DTypeName = "float32",
+        defer_gradient_sync: bool = False,
+        process_group_backend: str | None = None,
+        timeout_seconds: float = 1800.0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        _check_size("ulysses_sp_size", ulysses_sp_size)
+        if fsdp_size is not None:
+            _check_size("fsdp_size", fsdp_size)
+        if not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds={timeout_seconds} must be positive, such as 1800.")
+        self._reduce_dtype = torch_dtype(reduce_dtype)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        self.ulysses_sp_size = ulysses_sp_size
+        self.fsdp_size = fsdp_size
+        self.defer_gradient_sync = defer_gradient_sync
+        self._mesh: DeviceMesh | None = None
+        self._layout: FSDPLayout | None = None
+
+    # ---- Lightning: processes, precision, data ----
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(
+                cls.strategy_name, cls, description="FSDP1 sharding with Ulysses sequence parallelism for RL"
+            )
+
+    @property
+    @override
+    def precision_plugin(self) -> EnginePrecision:
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, EnginePrecision) else self._engine_precision("32-true")
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None and not isinstance(precision_plugin, EnginePrecision):
+            if type(precision_plugin) not in (FSDPPrecision, Precision):
+                raise TypeError(
+                    f"precision_plugin={precision_plugin!r} does not fit this strategy; set Trainer(precision=...)."
+                )
+            precision_plugin = self._engine_precision(str(precision_plugin.precision))
+        self._precision_plugin = precision_plugin
+
+    def _engine_precision(self, precision: str) -> EnginePrecision:
+        return EnginePrecision(precision, self._reduce_dtype, self._clip_parameters)
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.num_processes * self.num_nodes == 1:
+            return  # nothing to launch, so a notebook can use the strategy as it is
+        if IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+            self._launcher = ForkLauncher(self)
+        else:
+            super()._configure_launcher()
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is None and self.root_device.type == "cuda":
+            return "cpu:gloo,cuda:nccl"  # host objects and host tensors travel without a detour over the device
+        return super()._get_process_group_backend()
+
+    @override
+    def setup_environment(self) -> None:
+        self._check_layout()
+        super().setup_environment()
+        device_type = self.root_device.type
+        self._mesh = init_device_mesh(
+            device_type,
+            (self.world_size // self.ulysses_sp_size, self.ulysses_sp_size),
+            mesh_dim_names=("dp", "sp"),
+        )
+        self._layout = self._fsdp_layout(device_type)
+
+    def _check_layout(self) -> None:
+        world = self.num_processes * self.num_nodes
+        if world % self.ulysses_sp_size:
+            raise ValueError(
+                f"ulysses_sp_size={self.ulysses_sp_size} does not divide the {world} processes of this run; use one of "
+                f"{_divisors(world)}."
+            )
+        if self.fsdp_size is not None and world % self.fsdp_size:
+            raise ValueError(
+                f"fsdp_size={self.fsdp_size} does not divide the {world} processes of this run; use one of "
+                f"{_divisors(world)}."
+            )
+        if self.defer_gradient_sync and self.precision_plugin.precision != "32-true":
+            raise ValueError(
+                f"defer_gradient_sync=True under precision={self.precision_plugin.precision!r} would accumulate "
+                "gradients in bf16; use precision='32-true' or defer_gradient_sync=False."
+            )
+
+    def _fsdp_layout(self, device_type: str) -> FSDPLayout:
+        world, size = self.world_size, self.fsdp_size or self.world_size
+        mixed = self.precision_plugin.mixed_precision_config
+        device = self.root_device
+        if size == 1:
+            # A hybrid layout with 1-wide shards would not reduce gradients at all.
+            return FSDPLayout(device, ShardingStrategy.NO_SHARD, None, mixed)
+        if size == world:
+            mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
+            return FSDPLayout(device, ShardingStrategy.FULL_SHARD, mesh, mixed)
+        mesh = init_device_mesh(device_type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+        return FSDPLayout(device, ShardingStrategy.HYBRID_SHARD, mesh, mixed)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        # The token models inside the LightningModule are FSDP roots; the module itself is not wrapped, so that
+        # backward passes inside training_step and several models in one module work.
+        return model.to(self.root_device) if self.root_device.type != "cpu" else model
+
+    @override
+    def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+    # ---- engine: ranks ----
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Data ranks times sequence ranks, axes ``dp`` and ``sp``.
+
+        Raises:
+            RuntimeError: The processes are not set up yet.
+        """
+        if self._mesh is None:
+            raise RuntimeError("The strategy has no ranks yet: they exist once the Trainer runs.")
+        return self._mesh
+
+    @property
+    @override
+    def data_parallel_size(self) -> int:
+        return self.mesh["dp"].size()
+
+    @property
+    @override
+    def data_parallel_rank(self) -> int:
+        return self.mesh["dp"].get_local_rank()
+
+    @property
+    @override
+    def data_parallel_group(self) -> ProcessGroup | None:
+        return self.mesh["dp"].get_group() if self.data_parallel_size > 1 else None
+
+    @property
+    @override
+    def sequence_parallel_size(self) -> int:
+        return self.ulysses_sp_size
+
+    @property
+    @override
+    def sequence_parallel_rank(self) -> int:
+        return self.mesh["sp"].get_local_rank()
+
+    @property
+    @override
+    def sequence_parallel_group(self) -> ProcessGroup | None:
+        return self.mesh["sp"].get_group() if self.ulysses_sp_size > 1 else None
+
+    @property
+    @override
+    def compute_device(self) -> torch.device:
+        return self.root_device
+
+    @override
+    def all_gather_objects(self, item: Any, group: GroupName = "world") -> list[Any]:
+        groups = {"data": self.data_parallel_group, "sequence": self.sequence_parallel_group}
+        if group == "world" and self.world_size == 1 or group != "world" and groups[group] is None:
+            return [item]
+        chosen = dist.group.WORLD if group == "world" else groups[group]
+        results: list[Any] = [None] * dist.get_world_size(chosen)
+        dist.all_gather_object(results, item, group=chosen)
+        return results
+
+    @override
+    def _sum_over_sequence(self, tensor: Tensor) -> None:
+        group = self.sequence_parallel_group
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
+
+    # ---- engine: models ----
+
+    @override
+    def build_model(self, config: ModelConfig, *, trainable: bool = True) -> TokenModel:
+        """Build a Hugging Face model, read by rank 0 and sharded unit by unit; collective over the world.
+
+        Raises:
+            ValueError: On all ranks: weights that do not fit, head counts that ``ulysses_sp_size`` cannot split, a
+                storage type that contradicts the Trainer's precision.
+        """
+        storage = self.precision_plugin.storage_dtype
+        dtype = storage if config.dtype is None else torch_dtype(config.dtype)
+        if trainable and dtype != storage:
+            raise ValueError(
+                f"ModelConfig(dtype={config.dtype!r}) contradicts precision={self.precision_plugin.precision!r}, which "
+                f"trains {str(storage).removeprefix('torch.')} weights; leave dtype=None."
+            )
+        hf = self._load_on_rank_zero(config, dtype)
+        model = HFTokenModel(hf, config)
+        model.requires_grad_(trainable)
+        assert self._layout is not None
+        root = shard(model, model.layers, self._layout)
+        return cast(TokenModel, root.train(trainable))
+
+    def _load_on_rank_zero(self, config: ModelConfig, dtype: torch.dtype) -> Any:
+        """Load weights on rank 0, the architecture elsewhere; a failure on any rank is raised on all of them."""
+        kernel = select_kernel(config.attn_implementation, self.root_device)
+        ensure_registered()
+        reader = self.global_rank == 0
+        hf, error = None, None
+        try:
+            hf = load_hf_model(
+                config,
+                dtype=dtype,
+                device="cpu" if reader else "meta",
+                attn_implementation=kernel,
+                empty=not reader,
+            )
+            bind_sequence_parallel(hf, self.sequence_parallel_group, kernel=kernel)
+        except (ValueError, OSError) as exception:
+            error = exception
+        failed = [text for text in self.all_gather_objects(None if error is None else str(error)) if text]
+        if failed:
+            raise ValueError(f"The model of {config.source} cannot be built: {failed[0]}") from error
+        return hf
+
+    @override
+    def get_per_tensor_param(
+        self, model: nn.Module, *, mode: Literal["full"] = "full", dtype: DTypeName | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        if mode != "full":
+            raise ValueError(f"mode={mode!r} is not available; use 'full'.")
+        token_model = cast(TokenModel, model)
+        target = None if dtype is None else torch_dtype(dtype)
+        return stream_full_parameters(model, token_model.export_plan, dtype=target, prefix="hf.")
+
+    @override
+    def get_per_tensor_grad(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return stream_full_gradients(model, cast(TokenModel, model).export_plan, prefix="hf.")
+
+    # ---- engine: gradients ----
+
+    @override
+    def _gradient_scale(self, model: nn.Module) -> float:
+        # FSDP1 averages gradients over all ranks that reduce them, which is the world in every layout.
+        return float(self.world_size)
+
+    @override
+    def _gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        if last or not self.defer_gradient_sync:
+            return nullcontext()
+        return cast(FSDP, model).no_sync()
+
+    @override
+    def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
+        return self._clip_parameters(model.parameters(), math.inf if max_norm is None else max_norm)
+
+    def _clip_parameters(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Scale gradients of parameters of our models to a global 2-norm of at most ``max_norm``; return the norm.
+
+        The squares are summed over the world and divided by the number of replicas, so that every rank holds the same
+        number to the last bit.
+        """
+        chosen = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [cast(Tensor, parameter.grad) for parameter in chosen]
+        squares = torch.zeros((), dtype=torch.float64, device=self.root_device)
+        for gradient in gradients:
+            squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        if self.world_size > 1:
+            dist.all_reduce(squares)
+        replicas = self.world_size // (self.fsdp_size or self.world_size)
+        norm = (squares / replicas).sqrt()
+        if math.isfinite(max_norm) and bool(torch.isfinite(norm)):
+            torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm.float())
+        return norm
+
+    # ---- Lightning: checkpoints ----
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return model_state(self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return optimizer_state(self.lightning_module, optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError(f"storage_options={storage_options!r} is not supported: checkpoints are folders.")
+        save_training_checkpoint(self, checkpoint, Path(self.broadcast(filepath)))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        path = Path(self.broadcast(checkpoint_path))
+        return load_training_checkpoint(module, self.optimizers if fitting else [], path)
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive integer, such as 1 or 2.")
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+FSDPUlyssesStrategy.register_strategies(StrategyRegistry)

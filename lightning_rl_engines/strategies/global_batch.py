@@ -1,0 +1,231 @@
+"""What all ranks must know of a batch before the first forward pass: the plan, the denominators, the errors.
+
+Every rank describes its documents in a few numbers; one all-gather of these descriptions gives every rank the same
+plan and the same global counts, and every error is raised by all ranks together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from lightning_rl_engines.algorithms.outputs import Denominator
+from lightning_rl_engines.sequence import Experience, exchange_documents, plan_rows
+
+
+@dataclass(frozen=True)
+class Description:
+    """One rank's documents in numbers; ``error`` is set when the rank found them unusable."""
+
+    data_rank: int
+    lengths: tuple[int, ...] = ()
+    response_lengths: tuple[int, ...] = ()
+    group_ids: tuple[int, ...] | None = None
+    columns: tuple[str, ...] = ()
+    fingerprint: int = 0
+    settings: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Global counts that losses and metrics are divided by, each at least 1."""
+
+    tokens: int
+    sequences: int
+    groups: int | None
+
+    def __getitem__(self, name: Denominator) -> float:
+        """Return the count of this name, or the constant itself.
+
+        Raises:
+            ValueError: An unknown name, a constant that is not positive, or groups without a ``group_ids`` column.
+        """
+        if name == "tokens":
+            return max(self.tokens, 1)
+        if name == "sequences":
+            return max(self.sequences, 1)
+        if name == "groups":
+            if self.groups is None:
+                raise ValueError(
+                    "denominator='groups' needs a per-document column 'group_ids'; add it with "
+                    "experience.with_document_columns(group_ids=...)."
+                )
+            return max(self.groups, 1)
+        if isinstance(name, int | float) and name > 0:
+            return float(name)
+        raise ValueError(f"denominator={name!r} is unknown; use 'tokens', 'sequences', 'groups' or a positive number.")
+
+
+@dataclass(frozen=True)
+class Journey:
+    """How documents changed their data rank, so that results find the way home.
+
+    Attributes:
+        origin: Where each received document came from, as (data rank, index).
+        destinations: The data rank that runs each document of this rank.
+        lengths: Lengths of this rank's own documents.
+    """
+
+    origin: tuple[tuple[int, int], ...]
+    destinations: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This rank's part of a batch that all ranks planned together.
+
+    Attributes:
+        experience: The documents this data rank works on, after the exchange.
+        rows: For each micro-batch the documents in it, as indices into ``experience``.
+        denominators: Counts over the whole global batch.
+        journey: How documents changed their data rank; ``None`` when none did.
+    """
+
+    experience: Experience
+    rows: tuple[tuple[int, ...], ...]
+    denominators: Denominators
+    journey: Journey | None = None
+
+
+def describe(
+    experience: Experience,
+    *,
+    data_rank: int,
+    vocab_size: int,
+    temperature: float | str,
+    required_columns: Sequence[str],
+    settings: str,
+) -> Description:
+    """Check this rank's documents and put them into numbers; never raises for bad data, since peers wait."""
+    error = _find_error(experience, vocab_size, temperature, required_columns)
+    if error is not None:
+        return Description(data_rank=data_rank, error=error)
+    groups = tuple(experience["group_ids"].tolist()) if "group_ids" in experience else None
+    return Description(
+        data_rank=data_rank,
+        lengths=experience.lengths,
+        response_lengths=experience.response_lengths,
+        group_ids=groups,
+        columns=tuple(sorted(experience.column_names)),
+        fingerprint=int(experience["input_ids"].sum()) if experience.num_tokens else 0,
+        settings=settings,
+    )
+
+
+def _find_error(
+    experience: Experience, vocab_size: int, temperature: float | str, required_columns: Sequence[str]
+) -> str | None:
+    for name in ("response_mask", *required_columns):
+        if name not in experience:
+            return f"the experience has no column {name!r}, which is needed here; it has {experience.column_names}"
+    if isinstance(temperature, str):
+        if temperature not in experience:
+            return f"temperature={temperature!r} names no column of the experience; it has {experience.column_names}"
+        if len(experience) and not bool((experience[temperature] > 0).all()):
+            return f"column {temperature!r} holds a temperature that is not positive"
+    elif not temperature > 0:
+        return f"temperature={temperature} must be positive, such as 1.0"
+    if experience.num_tokens:
+        largest = int(experience["input_ids"].max())
+        if largest >= vocab_size:
+            flat = int(experience["input_ids"].argmax())
+            ends = torch.tensor(experience.lengths).cumsum(0)
+            document = int(torch.searchsorted(ends, flat, right=True))
+            return f"document {document} holds token id {largest}, but the vocabulary ends at {vocab_size - 1}"
+    return None
+
+
+def _check(descriptions: Sequence[Description]) -> dict[int, Description]:
+    """Return one description per data rank.
+
+    Raises:
+        ValueError: On every rank alike: an error that a rank reported, or ranks that do not fit together.
+    """
+    errors = [
+        f"rank {rank}: {item.error}" for rank, item in enumerate(descriptions) if item.error is not None
+    ]
+    if errors:
+        raise ValueError("; ".join(errors) + ".")
+    by_rank: dict[int, Description] = {}
+    for rank, item in enumerate(descriptions):
+        first = by_rank.setdefault(item.data_rank, item)
+        if (first.lengths, first.fingerprint, first.response_lengths) != (
+            item.lengths,
+            item.fingerprint,
+            item.response_lengths,
+        ):
+            raise ValueError(
+                f"rank {rank} passed other documents than its sequence peers of data rank {item.data_rank}; ranks "
+                "that share a data rank must work on the same experience (use strategy.distributed_sampler_kwargs)."
+            )
+        reference = descriptions[0]
+        if item.settings != reference.settings:
+            raise ValueError(f"ranks disagree on the call: rank 0 {reference.settings}, rank {rank} {item.settings}.")
+        if item.lengths and reference.lengths and item.columns != reference.columns:
+            raise ValueError(f"ranks disagree on the columns: rank 0 {reference.columns}, rank {rank} {item.columns}.")
+    return by_rank
+
+
+def _denominators(by_rank: dict[int, Description]) -> Denominators:
+    responses = [length for item in by_rank.values() for length in item.response_lengths]
+    groups: int | None = None
+    filled = [item for item in by_rank.values() if item.lengths]
+    if filled and all(item.group_ids is not None for item in filled):
+        groups = len(
+            {
+                group
+                for item in filled
+                for group, length in zip(item.group_ids or (), item.response_lengths, strict=True)
+                if length
+            }
+        )
+    return Denominators(tokens=sum(responses), sequences=sum(1 for length in responses if length), groups=groups)
+
+
+def plan_batch(
+    experience: Experience,
+    description: Description,
+    gather: Callable[[Any], list[Any]],
+    *,
+    data_group: ProcessGroup | None,
+    data_size: int,
+    budget: int | None,
+    multiple_of: int,
+    move: bool,
+    cost: tuple[float, float],
+) -> GlobalBatch:
+    """Agree on the plan and bring the documents to where it wants them.
+
+    Collective over the world, and over the data group when documents move.
+
+    Args:
+        experience: This data rank's documents.
+        description: What :func:`describe` said of them.
+        gather: All-gathers a host object over the world, in rank order.
+        data_group: The ranks that hold different documents.
+        data_size: The number of data ranks.
+        budget: The most tokens of a row, counted over the whole sequence group; ``None`` for one row per rank.
+        multiple_of: Rows are padded to a multiple of this.
+        move: Let documents change their data rank to balance the load.
+        cost: Linear and quadratic cost of a document in its length.
+
+    Raises:
+        ValueError: On all ranks: unusable documents, ranks that do not fit together, a document over the budget.
+    """
+    by_rank = _check(gather(description))
+    lengths = tuple(by_rank[rank].lengths for rank in range(data_size))
+    plan = plan_rows(
+        lengths, budget=budget, multiple_of=multiple_of, move=move, linear_cost=cost[0], quadratic_cost=cost[1]
+    )
+    rank = description.data_rank
+    denominators = _denominators(by_rank)
+    if not plan.moves:
+        rows = tuple(tuple(index for _, index in row) for row in plan.rows[rank])
+        return GlobalBatch(experience, rows, denominators)
+    destinations = plan.destinations(rank)
+    received, origin = exchange_documents(experience, destinations, data_group)
+    return GlobalBatch(received, plan.local_rows(rank), denominators, Journey(origin, destinations, experience.lengths))

@@ -1,0 +1,102 @@
+"""Precision without autocast: FSDP's own casts decide, buffers and experience columns stay as they are."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.optim import Optimizer
+from typing_extensions import override
+
+SUPPORTED_PRECISIONS = ("32-true", "bf16-mixed")
+
+
+class EnginePrecision(FSDPPrecision):
+    """Precision of an engine.
+
+    Lightning's own plugin wraps steps in autocast, which would downcast the fused head's forward pass and not its
+    backward pass, keeps buffers such as rotary frequencies in bf16, and reduces gradients in the compute type.
+
+    Args:
+        precision: ``"32-true"``, or ``"bf16-mixed"``: fp32 weights and optimizer state, bf16 compute.
+        reduce_dtype: Type that gradients are reduced in.
+        clip: Scales the gradients of these parameters to this global norm; the strategy knows how they are sharded.
+
+    Raises:
+        MisconfigurationException: Another precision.
+    """
+
+    def __init__(
+        self,
+        precision: str,
+        reduce_dtype: torch.dtype = torch.float32,
+        clip: Callable[[Iterable[Tensor], float], Tensor] | None = None,
+    ) -> None:
+        if precision not in SUPPORTED_PRECISIONS:
+            raise MisconfigurationException(
+                f"Trainer(precision={precision!r}) is not supported by this strategy; use one of {SUPPORTED_PRECISIONS}."
+            )
+        super().__init__(precision)  # type: ignore[arg-type]
+        self._reduce_dtype = reduce_dtype
+        self._clip = clip
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Type of the weights that the optimizer updates."""
+        return torch.float32
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Type of weights and activations in forward and backward passes."""
+        return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float32
+
+    @property
+    @override
+    def mixed_precision_config(self) -> MixedPrecision | None:  # type: ignore[override]
+        if self.precision == "32-true":
+            return None
+        # Inputs are token ids and rows: activations take the type of the weights, so FSDP has nothing to cast.
+        return MixedPrecision(
+            param_dtype=self.compute_dtype,
+            reduce_dtype=self._reduce_dtype,
+            cast_forward_inputs=False,
+            cast_root_forward_inputs=False,
+        )
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return data
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]
+        if self._clip is None:
+            raise MisconfigurationException("Gradients can be clipped once the strategy is set up.")
+        self._clip(self.main_params(optimizer), float(clip_val))
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        torch.nn.utils.clip_grad_value_(list(self.main_params(optimizer)), clip_value=clip_val)

@@ -1,0 +1,95 @@
+"""Puts a model's weights from rank 0 onto all ranks and shards it with FSDP1, one unit at a time."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+
+@dataclass(frozen=True)
+class FSDPLayout:
+    """How FSDP1 shards: everything its constructor takes from us.
+
+    Attributes:
+        device: Where parameters live; given explicitly, since FSDP1 guesses a GPU otherwise.
+        strategy: Sharding strategy.
+        mesh: One axis for full sharding, (replicate, shard) for hybrid sharding, ``None`` without sharding.
+        mixed_precision: Types of compute and reduction; ``None`` leaves everything as stored.
+    """
+
+    device: torch.device
+    strategy: ShardingStrategy
+    mesh: DeviceMesh | None
+    mixed_precision: MixedPrecision | None
+
+    def wrap(self, module: nn.Module) -> FSDP:
+        """Return the module as one FSDP unit; units inside it stay units of their own."""
+        return FSDP(
+            module,
+            device_id=self.device,
+            sharding_strategy=self.strategy,
+            device_mesh=self.mesh,
+            mixed_precision=self.mixed_precision,
+            use_orig_params=True,
+        )
+
+
+def shard(model: nn.Module, units: Iterable[nn.Module], layout: FSDPLayout) -> FSDP:
+    """Materialise, broadcast and wrap ``model``, each unit by itself; collective over the world.
+
+    Rank 0 holds the weights on the host, the other ranks may be on meta. At no time is more than one unit and the
+    root's own parameters unsharded on the device of a rank. Tied parameters stay one parameter.
+
+    Args:
+        model: The root; parameters that are in no unit stay in it, so tied embeddings and heads are whole.
+        units: Submodules that become units.
+        layout: How to shard.
+    """
+    chosen = {id(unit) for unit in units}
+    memo: dict[int, nn.Parameter] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in chosen:
+                _materialize(child, layout.device, memo)
+                setattr(parent, name, layout.wrap(child))
+    _materialize(model, layout.device, memo)
+    return layout.wrap(model)
+
+
+def _materialize(module: nn.Module, device: torch.device, memo: dict[int, nn.Parameter]) -> None:
+    """Give every parameter and buffer below ``module`` storage on the device and rank 0's values.
+
+    FSDP units below are left alone: they hold flat parameters already.
+    """
+    for submodule in _modules_outside_units(module):
+        for name, parameter in list(submodule._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in memo:
+                data = _from_rank_zero(parameter.detach(), device)
+                replacement = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                memo[id(parameter)] = replacement
+                memo[id(replacement)] = replacement
+            submodule._parameters[name] = memo[id(parameter)]
+        for name, buffer in list(submodule._buffers.items()):
+            if buffer is not None:
+                submodule._buffers[name] = _from_rank_zero(buffer, device)
+
+
+def _modules_outside_units(module: nn.Module) -> Iterable[nn.Module]:
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDP):
+            yield from _modules_outside_units(child)
+
+
+def _from_rank_zero(tensor: Tensor, device: torch.device) -> Tensor:
+    data = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device).contiguous()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(data, src=0)
+    return data
