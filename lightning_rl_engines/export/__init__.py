@@ -1,1 +1,20 @@
-"""Weights out, one tensor at a time."""
+"""Weights out, one tensor at a time: what is exported, how it is gathered, where it goes."""
+
+from lightning_rl_engines.export.folder import HFFolderSink
+from lightning_rl_engines.export.plan import ExportEntry, ExportPlan, plan_from_hf_model
+from lightning_rl_engines.export.sinks import ExportContext, MemorySink, ModuleSink, WeightSink, drain
+from lightning_rl_engines.export.stream import stream_full_gradients, stream_full_parameters
+
+__all__ = [
+    "ExportContext",
+    "ExportEntry",
+    "ExportPlan",
+    "HFFolderSink",
+    "MemorySink",
+    "ModuleSink",
+    "WeightSink",
+    "drain",
+    "plan_from_hf_model",
+    "stream_full_gradients",
+    "stream_full_parameters",
+]

@@ -208,7 +208,7 @@ def plan_from_hf_model(model: "PreTrainedModel") -> ExportPlan:
 
 
 def _sources_of_fused(model: "PreTrainedModel", fused: dict[str, Tensor], splitter: SourceSplitter) -> dict[str, str]:
-    sources = {}
+    sources: dict[str, str] = {}
     for name, tensor in fused.items():
         try:
             sources |= dict.fromkeys(splitter.revert({name: tensor}), name)
