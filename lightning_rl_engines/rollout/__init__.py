@@ -1,0 +1,6 @@
+"""Where responses come from."""
+
+from lightning_rl_engines.rollout.base import Generation, Prompt, RolloutEngine, RolloutStrategy
+from lightning_rl_engines.rollout.huggingface import HFRollout
+
+__all__ = ["Generation", "HFRollout", "Prompt", "RolloutEngine", "RolloutStrategy"]
