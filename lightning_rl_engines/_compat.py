@@ -54,11 +54,3 @@ def given_hyperparameters() -> dict[str, Any] | None:
 
     given: dict[str, Any] | None = _given_hyperparameters.get()
     return given
-
-
-def launched_processes(trainer: "Trainer") -> list["subprocess.Popen[bytes]"]:
-    """Return the processes that this one started for other ranks; Lightning's script launcher has no public name."""
-    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-
-    launcher = trainer.strategy.launcher
-    return list(launcher.procs) if isinstance(launcher, _SubprocessScriptLauncher) else []

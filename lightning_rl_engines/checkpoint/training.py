@@ -46,7 +46,9 @@ def token_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def model_state(module: nn.Module) -> dict[str, Any]:
     """Return the sharded state of all trainable models of a module, by canonical names; collective over the world."""
     return {
-        f"{name}.{key}": value for name, root in token_models(module) for key, value in get_model_state_dict(root).items()
+        f"{name}.{key}": value
+        for name, root in token_models(module)
+        for key, value in get_model_state_dict(root).items()
     }
 
 

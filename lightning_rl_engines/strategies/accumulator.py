@@ -52,9 +52,7 @@ class MetricAccumulator:
         """Return the global metrics, the loss among them; collective over the world."""
         names = list(self._values)
         numbers = torch.stack([self._values[name] for name in names]).tolist() if names else []
-        local = {
-            name: (number, self._reductions[name]) for name, number in zip(names, numbers, strict=True)
-        }
+        local = {name: (number, self._reductions[name]) for name, number in zip(names, numbers, strict=True)}
         total: dict[str, tuple[float, MetricReduction]] = {}
         for item in gather(local):
             for name, (number, reduction) in item.items():

@@ -186,11 +186,11 @@ class Engine(ABC):
         if batch.journey is not None and columns:
             columns = return_columns(
                 columns,
-                batch.journey.origin,
-                batch.experience.lengths,
-                batch.journey.destinations,
-                batch.journey.lengths,
-                self.data_parallel_group,
+                origin=batch.journey.origin,
+                received_lengths=batch.experience.lengths,
+                destinations=batch.journey.destinations,
+                lengths=batch.journey.lengths,
+                group=self.data_parallel_group,
             )
         found = metrics.finish(self.all_gather_objects)
         return BatchOutput(found.get("loss"), found, columns)
@@ -351,5 +351,3 @@ def _module_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
         yield
     finally:
         model.train(before)
-
-

@@ -261,7 +261,7 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
     @override
     def all_gather_objects(self, item: Any, group: GroupName = "world") -> list[Any]:
         groups = {"data": self.data_parallel_group, "sequence": self.sequence_parallel_group}
-        if group == "world" and self.world_size == 1 or group != "world" and groups[group] is None:
+        if (group == "world" and self.world_size == 1) or (group != "world" and groups[group] is None):
             return [item]
         chosen = dist.group.WORLD if group == "world" else groups[group]
         results: list[Any] = [None] * dist.get_world_size(chosen)
@@ -383,9 +383,7 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
         return optimizer_state(self.lightning_module, optimizer)
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is not supported: checkpoints are folders.")
         save_training_checkpoint(self, checkpoint, Path(self.broadcast(filepath)))

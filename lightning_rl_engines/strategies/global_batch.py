@@ -145,9 +145,7 @@ def _check(descriptions: Sequence[Description]) -> dict[int, Description]:
     Raises:
         ValueError: On every rank alike: an error that a rank reported, or ranks that do not fit together.
     """
-    errors = [
-        f"rank {rank}: {item.error}" for rank, item in enumerate(descriptions) if item.error is not None
-    ]
+    errors = [f"rank {rank}: {item.error}" for rank, item in enumerate(descriptions) if item.error is not None]
     if errors:
         raise ValueError("; ".join(errors) + ".")
     by_rank: dict[int, Description] = {}

@@ -1,0 +1,157 @@
+"""Loss, metrics and every gradient equal the plain single-process reference, whatever the layout."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rl_engines import ModelConfig, PolicyLoss
+from tests.strategies.reference import Documents, make_documents, ppo_reference, reference_gradients
+from tests.support import run_workers
+from tests.support.engine import EngineModule, share, with_engine
+from tests.support.models import tiny_model_folder
+
+GRID: dict[str, tuple[Any, ...]] = {
+    "layout": ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)),
+    "micro": ("one", "several", "each"),
+    "aggregation": (
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "token-sum-over-constant",
+    ),
+    "model": ("llama", "llama_tied", "qwen2", "qwen3", "one_kv", "odd_vocab", "mistral_window"),
+    "fsdp_size": (None, 1, 2),
+    "balance": (False, True),
+    "checkpointing": (False, True),
+    "defer": (False, True),
+}
+_BUDGET = {"one": None, "several": 48, "each": 32}
+
+
+def _legal(case: dict[str, Any]) -> bool:
+    size = case["fsdp_size"]
+    return size is None or size <= case["layout"][0]
+
+
+def pairwise() -> list[dict[str, Any]]:
+    """Few cases in which every legal pair of values of two axes occurs; greedy and deterministic."""
+    names = list(GRID)
+    wanted = {
+        ((left, a), (right, b))
+        for left, right in itertools.combinations(names, 2)
+        for a in GRID[left]
+        for b in GRID[right]
+        if _legal({"layout": (4, 1), "fsdp_size": None, left: a, right: b})
+    }
+    cases: list[dict[str, Any]] = []
+    while wanted:
+        case: dict[str, Any] = {}
+        seed = min(wanted, key=str)
+        case.update(dict(seed))
+        for name in names:
+            if name not in case:
+                options = [
+                    value for value in GRID[name] if _legal({"layout": (4, 1), "fsdp_size": None, **case, name: value})
+                ]
+                case[name] = max(options, key=lambda value: len(_covered({**case, name: value}) & wanted))
+        cases.append(case)
+        wanted -= _covered(case)
+    return cases
+
+
+def _covered(case: dict[str, Any]) -> set[Any]:
+    names = [name for name in GRID if name in case]
+    return {((left, case[left]), (right, case[right])) for left, right in itertools.combinations(names, 2)}
+
+
+def full_product() -> list[dict[str, Any]]:
+    """The product of layout, micro-batching, aggregation and model; the other options change with the case."""
+    axes = ("layout", "micro", "aggregation", "model")
+    cases = []
+    for index, values in enumerate(itertools.product(*(GRID[name] for name in axes))):
+        options = {"fsdp_size": (None, 1)[index % 2], "balance": index % 3 == 0, "checkpointing": index % 5 == 0}
+        cases.append({**dict(zip(axes, values, strict=True)), **options, "defer": index % 7 == 0})
+    return cases
+
+
+def _loss(aggregation: str) -> PolicyLoss:
+    return PolicyLoss(
+        clip_low=0.2,
+        clip_high=0.28,
+        aggregation=aggregation,  # type: ignore[arg-type]
+        loss_scale_factor=32 if aggregation == "seq-mean-token-sum-norm" else None,
+        constant=50 if aggregation == "token-sum-over-constant" else None,
+        entropy_coef=0.05,
+        kl_coef=0.1,
+    )
+
+
+def run_case(folder: str, documents: Documents, case: dict[str, Any]) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """On a rank: loss, metrics and gradients of one case."""
+
+    def body(module: EngineModule) -> Any:
+        engine = module.engine
+        mine = share(range(documents.size), engine.data_parallel_rank, engine.data_parallel_size)
+        with engine.train_mode(module.policy):
+            output = engine.forward_backward_batch(
+                module.policy,
+                documents.experience(mine),
+                _loss(case["aggregation"]),
+                calculate_entropy=True,
+                temperature="temperature",
+                max_tokens_per_micro_batch=_BUDGET[case["micro"]],
+                balance=case["balance"],
+            )
+            norm = float(engine.clip_grad_norm(module.policy, None))
+            gradients = dict(engine.get_per_tensor_grad(module.policy))
+        return output.loss, {**output.metrics, "grad_norm": norm}, gradients
+
+    return with_engine(
+        body,
+        ModelConfig(path=folder, gradient_checkpointing=case["checkpointing"]),
+        ulysses_sp_size=case["layout"][1],
+        fsdp_size=case["fsdp_size"],
+        defer_gradient_sync=case["defer"],
+    )
+
+
+def check_case(case: dict[str, Any]) -> None:
+    folder = str(tiny_model_folder(case["model"]))
+    documents = make_documents(folder, vocabulary=97 if case["model"] == "odd_vocab" else 64)
+    expected_metrics: dict[str, float] = {}
+
+    def loss(model: Any) -> torch.Tensor:
+        total, metrics = ppo_reference(model, documents, case["aggregation"], entropy_coef=0.05, kl_coef=0.1)
+        expected_metrics.update(metrics)
+        return total
+
+    expected_loss, expected = reference_gradients(folder, loss)
+    expected_metrics["grad_norm"] = float(torch.cat([item.flatten() for item in expected.values()]).norm())
+    results = run_workers(case["layout"][0], run_case, folder, documents, case)
+    for found_loss, metrics, gradients in results:
+        assert found_loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+        for name, value in expected_metrics.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert gradients.keys() == expected.keys()
+        for name, value in expected.items():
+            error = (gradients[name] - value).norm() / value.norm()
+            assert error < 1e-5, f"{name}: relative error {error:.2e}"
+        assert (found_loss, metrics) == results[0][:2]
+
+
+def _id(case: dict[str, Any]) -> str:
+    return "-".join(str(value).replace(" ", "") for value in case.values())
+
+
+@pytest.mark.parametrize("case", pairwise(), ids=_id)
+def test_every_pair_of_options_equals_the_plain_model(case: dict[str, Any]) -> None:
+    check_case(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", full_product(), ids=_id)
+def test_the_full_product_equals_the_plain_model(case: dict[str, Any]) -> None:
+    check_case(case)
