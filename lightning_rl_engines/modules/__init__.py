@@ -1,0 +1,8 @@
+"""LightningModules that train through an engine."""
+
+from lightning_rl_engines.modules.base import RLModule
+from lightning_rl_engines.modules.generation import GenerationModule
+from lightning_rl_engines.modules.policy import PolicyModule
+from lightning_rl_engines.modules.sft import SFTModule
+
+__all__ = ["GenerationModule", "PolicyModule", "RLModule", "SFTModule"]
