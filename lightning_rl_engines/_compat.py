@@ -49,7 +49,7 @@ def revert_weight_conversion(conversions: list[Any], config: Any, state: dict[st
 
 
 def given_hyperparameters() -> dict[str, Any] | None:
-    """Plain arguments with which LightningCLI is building a module right now; Lightning keeps them in a private variable."""
+    """Plain arguments with which LightningCLI builds a module right now; Lightning keeps them in a private variable."""
     from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 
     given: dict[str, Any] | None = _given_hyperparameters.get()

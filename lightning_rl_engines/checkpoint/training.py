@@ -1,8 +1,8 @@
 """Training checkpoints: sharded folders that load on another number of processes.
 
-A checkpoint is a folder with the shards of ``torch.distributed.checkpoint``, the rest of Lightning's checkpoint as plain
-data in ``meta.pt``, and a marker. It is written beside its place and renamed into it, so a folder under the name of a
-checkpoint is a whole one.
+A checkpoint is a folder with the shards of ``torch.distributed.checkpoint``, the rest of Lightning's checkpoint as
+plain data in ``meta.pt``, and a marker. It is written beside its place and renamed into it, so a folder under the name
+of a checkpoint is a whole one.
 """
 
 import shutil
@@ -137,9 +137,8 @@ def load_training_checkpoint(module: LightningModule, optimizers: list[Optimizer
     metadata = read_metadata(path)
     for name, root in token_models(module):
         model = {f"{name}.{key}": value for key, value in get_model_state_dict(root).items()}
-        state = {"model": model}
-        dcp.load(state, checkpoint_id=path)
-        set_model_state_dict(root, {key.removeprefix(f"{name}."): value for key, value in state["model"].items()})
+        dcp.load({"model": model}, checkpoint_id=path)
+        set_model_state_dict(root, {key.removeprefix(f"{name}."): value for key, value in model.items()})
     saved = {key.split(".")[0] for key in dcp.FileSystemReader(path).read_metadata().state_dict_metadata}
     count = sum(1 for key in saved if key.startswith("optimizer_"))
     if optimizers and count != len(optimizers):
@@ -149,7 +148,7 @@ def load_training_checkpoint(module: LightningModule, optimizers: list[Optimizer
         )
     for index, optimizer in enumerate(optimizers):
         root = _owner(module, optimizer)
-        state = {f"optimizer_{index}": get_optimizer_state_dict(root, optimizer)}
+        state: dict[str, Any] = {f"optimizer_{index}": get_optimizer_state_dict(root, optimizer)}
         dcp.load(state, checkpoint_id=path)
         set_optimizer_state_dict(root, optimizer, state[f"optimizer_{index}"])
     return metadata

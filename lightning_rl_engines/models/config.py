@@ -137,7 +137,7 @@ class ModelConfig:
             config = AutoConfig.for_model(**copy.deepcopy(self.from_config))
         else:
             config = AutoConfig.from_pretrained(
-                self.path or self.from_config, trust_remote_code=self.trust_remote_code, revision=self.revision
+                self.path or str(self.from_config), trust_remote_code=self.trust_remote_code, revision=self.revision
             )
         for name in _DROPOUTS:
             if isinstance(getattr(config, name, None), float) and getattr(config, name) > 0:

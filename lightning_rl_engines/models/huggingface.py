@@ -48,7 +48,8 @@ def load_hf_model(
     if empty or config.path is None:
         model = _from_config(factory, config, hf_config, dtype, device, attn_implementation)
     else:
-        model = _from_pretrained(factory, config, hf_config, dtype, attn_implementation).to(device)
+        model = _from_pretrained(factory, config, hf_config, dtype, attn_implementation)
+        nn.Module.to(model, device)
     return cast("PreTrainedModel", model.eval())
 
 
@@ -201,5 +202,5 @@ class HFTokenModel(TokenModel):
         )
 
     def _values(self, hidden: Tensor) -> Tensor:
-        values: Tensor = self.hf.score(hidden)
+        values: Tensor = cast(nn.Module, self.hf.score)(hidden)
         return values[:, 0].float()

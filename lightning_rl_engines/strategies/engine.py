@@ -298,7 +298,7 @@ class Engine(ABC):
         description = describe(
             experience,
             data_rank=self.data_parallel_rank,
-            vocab_size=model.config.get_text_config().vocab_size,  # type: ignore[union-attr]
+            vocab_size=cast(TokenModel, model).config.get_text_config().vocab_size,
             temperature=temperature,
             required_columns=getattr(loss_fn, "required_columns", ()),
             settings=f"max_tokens_per_micro_batch={budget}, temperature={temperature!r}, balance={balance}",
@@ -312,7 +312,7 @@ class Engine(ABC):
             budget=budget,
             multiple_of=self.sequence_parallel_size,
             move=balance and self.data_parallel_size > 1,
-            cost=model.document_cost,  # type: ignore[arg-type]
+            cost=cast(TokenModel, model).document_cost,
         )
 
     def _pack(self, experience: Experience, row: tuple[int, ...]) -> MicroBatch:

@@ -38,7 +38,7 @@ class EnginePrecision(FSDPPrecision):
     ) -> None:
         if precision not in SUPPORTED_PRECISIONS:
             raise MisconfigurationException(
-                f"Trainer(precision={precision!r}) is not supported by this strategy; use one of {SUPPORTED_PRECISIONS}."
+                f"Trainer(precision={precision!r}) is not supported here; use one of {SUPPORTED_PRECISIONS}."
             )
         super().__init__(precision)  # type: ignore[arg-type]
         self._reduce_dtype = reduce_dtype
@@ -92,7 +92,7 @@ class EnginePrecision(FSDPPrecision):
         return nullcontext()
 
     @override
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if self._clip is None:
             raise MisconfigurationException("Gradients can be clipped once the strategy is set up.")
         self._clip(self.main_params(optimizer), float(clip_val))
