@@ -1,0 +1,212 @@
+"""Causal attention over the documents of a whole packed row, by four kernels with one signature.
+
+Shapes: S tokens of the row, Hq query heads, Hkv key/value heads, D and Dv head sizes. A window of W lets a token see
+W tokens, itself included, as in transformers.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from lightning_rl_engines.sequence.packing import PackedRow
+
+BlockMasks = WeakKeyDictionary[PackedRow, dict[int | None, BlockMask]]
+"""Flex masks by row and window, shared by the layers of one model and gone with the row."""
+
+
+class Kernel(Protocol):
+    """Attention of a whole row: ``[S, Hq, D], [S, Hkv, D], [S, Hkv, Dv] -> [S, Hq, Dv]``."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        row: PackedRow,
+        *,
+        scale: float | None,
+        window: int | None,
+        block_masks: BlockMasks,
+    ) -> Tensor:
+        """Attend within each document, causally.
+
+        Args:
+            query: ``[S, Hq, D]``.
+            key: ``[S, Hkv, D]``, ``Hq`` a multiple of ``Hkv``.
+            value: ``[S, Hkv, Dv]``.
+            row: The documents of the row.
+            scale: Factor on the scores; ``None`` for one over the root of D.
+            window: Tokens that a token sees at most, itself included.
+            block_masks: Cache for flex masks.
+
+        Returns:
+            ``[S, Hq, Dv]``.
+        """
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: PackedRow,
+    *,
+    scale: float | None,
+    window: int | None,
+    block_masks: BlockMasks,
+) -> Tensor:
+    """One ``scaled_dot_product_attention`` per document: exact, on every device, no mask, no host sync.
+
+    A mask is built only for a document that is longer than the window.
+    """
+    outputs = []
+    for start, end in pairwise(row.cu_seqlens_host):
+        length = end - start
+        mask = _window_mask(length, window, query.device) if window is not None and length > window else None
+        document_q, document_k, document_v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+        output = F.scaled_dot_product_attention(
+            document_q,
+            document_k,
+            document_v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: PackedRow,
+    *,
+    scale: float | None,
+    window: int | None,
+    block_masks: BlockMasks,
+) -> Tensor:
+    """Torch's own ``varlen_attn``: CUDA, half precision."""
+    _check_half("packed_varlen", query)
+    output = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        row.cu_seqlens,
+        row.cu_seqlens,
+        row.max_seqlen,
+        row.max_seqlen,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: PackedRow,
+    *,
+    scale: float | None,
+    window: int | None,
+    block_masks: BlockMasks,
+) -> Tensor:
+    """``flash_attn_varlen_func`` of the flash-attn package: CUDA, half precision."""
+    _check_half("packed_flash", query)
+    return _flash_attn_varlen()(
+        query,
+        key,
+        value,
+        cu_seqlens_q=row.cu_seqlens,
+        cu_seqlens_k=row.cu_seqlens,
+        max_seqlen_q=row.max_seqlen,
+        max_seqlen_k=row.max_seqlen,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0 if window is not None else -1),
+    )
+
+
+def flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: PackedRow,
+    *,
+    scale: float | None,
+    window: int | None,
+    block_masks: BlockMasks,
+) -> Tensor:
+    """``flex_attention`` with one block mask per row and window; compiled on accelerators, no backward on the CPU."""
+    on_cpu = query.device.type == "cpu"
+    if on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        raise ValueError(
+            "attn_implementation='packed_flex' has no backward on the CPU; use 'packed_sdpa' to train there"
+        )
+    masks = block_masks.setdefault(row, {})
+    if window not in masks:
+        masks[window] = _block_mask(row, window)
+    attend: Any = flex_attention if on_cpu else _compiled_flex()
+    output: Tensor = attend(
+        *(x.transpose(0, 1)[None] for x in (query, key, value)),
+        block_mask=masks[window],
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[0].transpose(0, 1)
+
+
+def flash_attn_installed() -> bool:
+    """Whether the flash-attn package can be imported."""
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def _check_half(name: str, query: Tensor) -> None:
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"attn_implementation={name!r} computes in bfloat16 or float16, not {query.dtype}; use 'packed_sdpa', or "
+            f"precision='bf16-mixed'"
+        )
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Boolean ``[length, length]``, True where the query (row) sees the key (column)."""
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _block_mask(row: PackedRow, window: int | None) -> BlockMask:
+    device = row.cu_seqlens.device
+    length = row.cu_seqlens_host[-1]
+    documents = torch.bucketize(torch.arange(length, device=device), row.cu_seqlens[1:], right=True, out_int32=True)
+
+    def visible(batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
+        inside = (documents[query_index] == documents[key_index]) & (query_index >= key_index)
+        return inside if window is None else inside & (query_index - key_index < window)
+
+    return create_block_mask(visible, None, None, length, length, device=device)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@cache
+def _flash_attn_varlen() -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_varlen_func
+    return function
