@@ -1,8 +1,8 @@
 """Learning-rate schedules that fit into one line of YAML: warm-up, then constant, linear or cosine.
 
-``total_steps`` may be left out: the modules fill it in ``configure_optimizers`` with the number of optimizer steps of the
-run. A checkpoint keeps where a schedule is, not its shape: a run resumed with a larger ``max_steps`` follows the longer
-schedule.
+``total_steps`` may be left out: the modules fill it in ``configure_optimizers`` with the number of optimizer steps of
+the run. A checkpoint keeps where a schedule is, not its shape: a run resumed with a larger ``max_steps`` follows the
+longer schedule.
 """
 
 import math
