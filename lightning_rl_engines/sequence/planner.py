@@ -295,8 +295,9 @@ def _fresh(pool: Sequence[_Document]) -> _Bin:
     return _Bin(sum(document.tokens for document in pool), sum(document.cost for document in pool), list(pool))
 
 
-def _dearest_first(current: _Bin) -> tuple[float, Row]:
-    return -current.cost, current.row()
+def _dearest_first(current: _Bin) -> tuple[float, tuple[int, ...], Row]:
+    # Lengths decide before sources do: the lengths of the rows do not depend on which rank holds a document.
+    return -current.cost, tuple(document.negative_tokens for document in current.documents), current.row()
 
 
 def _round_up(count: int, multiple: int) -> int:
