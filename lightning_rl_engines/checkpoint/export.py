@@ -1,0 +1,101 @@
+"""Turns a training checkpoint into a Hugging Face folder, in one process and without a Trainer."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_rl_engines.checkpoint.training import read_metadata
+from lightning_rl_engines.export.plan import ExportPlan, plan_from_hf_model
+from lightning_rl_engines.export.sinks import ExportContext
+from lightning_rl_engines.export.folder import HFFolderSink
+from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
+from lightning_rl_engines.models.huggingface import load_hf_model
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    dtype: DTypeName | None = None,
+    model: str = "policy",
+    max_shard_size: int | str = "5GB",
+) -> Path:
+    """Write a model of a training checkpoint as a Hugging Face folder; one process, on the host.
+
+    Args:
+        checkpoint: A folder that a run saved, such as ``runs/grpo/checkpoints/last.ckpt``.
+        output: The folder to write; an existing export in its place is replaced.
+        dtype: Type of the exported weights; ``None`` keeps the stored one, fp32 for trained models.
+        model: Which of the module's models, by its argument's name.
+        max_shard_size: Largest file, in bytes or as ``"5GB"``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: No finished checkpoint, or it does not say how ``model`` was built.
+    """
+    path = Path(checkpoint)
+    metadata = read_metadata(path)
+    config = _model_config(metadata.get("hyper_parameters", {}), model, path)
+    with torch.device("meta"):
+        hf = load_hf_model(config, device="meta", empty=True)
+    plan = plan_from_hf_model(hf)
+    sink = HFFolderSink(path=str(output), max_shard_size=max_shard_size)
+    context = ExportContext(
+        step=metadata["global_step"],
+        config=hf.config,
+        generation_config=hf.generation_config if hf.can_generate() else None,
+        tokenizer=_tokenizer(config),
+    )
+    sink.open(plan, context)
+    try:
+        for name, tensor in _saved_weights(path, plan, f"model.{model}.hf."):
+            sink.write(name, tensor if dtype is None else tensor.to(torch_dtype(dtype)))
+        sink.close()
+    except BaseException as error:
+        sink.abort(error)
+        raise
+    return Path(output)
+
+
+def _model_config(hyper_parameters: Mapping[str, Any], model: str, path: Path) -> ModelConfig:
+    arguments = hyper_parameters.get(model)
+    if not isinstance(arguments, Mapping):
+        named = sorted(name for name, value in hyper_parameters.items() if isinstance(value, Mapping))
+        raise ValueError(
+            f"checkpoint={str(path)!r} does not say how model={model!r} was built; its hyper-parameters with arguments "
+            f"are {named}. Modules save a ModelConfig under the name of the model's attribute."
+        )
+    return ModelConfig(**arguments.get("init_args", arguments))
+
+
+def _tokenizer(config: ModelConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(config.tokenizer_path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError):
+        return None  # a model without a tokenizer, as in tests and in other modalities, is still an export
+
+
+def _saved_weights(path: Path, plan: ExportPlan, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the exported tensors, one stored tensor in memory at a time."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for source in plan.by_source:
+        entry = stored.get(f"{prefix}{source}")
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"checkpoint={str(path)!r} holds no tensor {prefix}{source!r}; it is of another model.")
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        state = {f"{prefix}{source}": tensor}
+        with warnings.catch_warnings():
+            # torch warns that it loads in one process, which is what is asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            dcp.load(state, checkpoint_id=path, no_dist=True)
+        yield from plan.pieces(source, tensor)
