@@ -144,7 +144,7 @@ class PolicyModule(GenerationModule):
             require_at_least(name, value, 1, 1)
         self.loss = loss
         self.advantage = advantage
-        self.reference_config = _reference_config(reference, policy, loss)
+        self.reference_config = _reference_config(reference, policy, loss, rollout)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.mini_batches = mini_batches
@@ -355,7 +355,10 @@ class PolicyModule(GenerationModule):
 
 
 def _reference_config(
-    reference: Literal["auto"] | ModelConfig | None, policy: ModelConfig, loss: PolicyLossBase | Callable
+    reference: Literal["auto"] | ModelConfig | None,
+    policy: ModelConfig,
+    loss: PolicyLossBase | Callable,
+    rollout: RolloutEngine | None,
 ) -> ModelConfig | None:
     needed = isinstance(loss, PolicyLossBase) and loss.needs_reference
     if reference == "auto":
@@ -364,6 +367,9 @@ def _reference_config(
         return reference
     if reference is not None:
         raise ValueError(f"reference={reference!r} is unknown; use 'auto', a ModelConfig or None.")
+    if needed and rollout is not None:
+        # Recorded experiences may bring ref_log_probs along; sampled ones never do.
+        raise ValueError("reference=None leaves the KL term of the loss without a reference; use 'auto', or kl_coef=0.")
     return None
 
 

@@ -33,7 +33,9 @@ def test_steps_combine_by_mean_and_extremum_and_skipped_ones_count_only_as_skipp
     step = {"loss": 1.0, "ratio_mean": 1.0, "ratio_max": 1.0, "ratio_min": 0.9, "kl_to_reference": 0.5, "lr": 0.1}
     other = {"loss": 3.0, "ratio_mean": 1.1, "ratio_max": 2.0, "ratio_min": 0.7, "kl_to_reference": 0.7, "lr": 0.3}
     bad = {name: float("nan") for name in step} | {"lr": 0.2}
-    row = combine_steps([{**step, "skipped_steps": 0.0}, {**bad, "skipped_steps": 1.0}, {**other, "skipped_steps": 0.0}])
+    row = combine_steps(
+        [{**step, "skipped_steps": 0.0}, {**bad, "skipped_steps": 1.0}, {**other, "skipped_steps": 0.0}]
+    )
     assert row == {
         "skipped_steps": 1.0,
         "loss": 2.0,
