@@ -137,15 +137,18 @@ def return_columns(
         group,
         torch.device(device) if device is not None else home,
     )
-    ids = torch.arange(sum(lengths)).split(list(lengths)) if lengths else ()
+    place = _sending_order(destinations, lengths).to(home)
+    results = {name: torch.empty(sum(lengths), dtype=value.dtype, device=home) for name, value in received.items()}
+    return {name: result.index_copy_(0, place, received[name].to(home)) for name, result in results.items()}
+
+
+def _sending_order(destinations: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Flat indices of this rank's own tokens in the order in which they were sent: by destination, then by index."""
+    if not lengths:
+        return torch.empty(0, dtype=torch.int64)
+    ids = torch.arange(sum(lengths)).split(list(lengths))
     by_target = sorted(range(len(lengths)), key=lambda index: (destinations[index], index))
-    place = torch.cat([ids[index] for index in by_target]) if lengths else torch.empty(0, dtype=torch.int64)
-    place = place.to(home)
-    results = {}
-    for name, value in received.items():
-        result = torch.empty(sum(lengths), dtype=value.dtype, device=home)
-        results[name] = result.index_copy_(0, place, value.to(home))
-    return results
+    return torch.cat([ids[index] for index in by_target])
 
 
 @dataclass(frozen=True)

@@ -177,23 +177,14 @@ def pack_row(
         ValueError: A document index, a size or a rank is out of range, or the documents do not fit into ``pad_to``.
     """
     device = torch.device(device) if device is not None else experience.device
-    for index in documents:
-        if not 0 <= index < len(experience):
-            raise ValueError(f"documents contains {index}, but there are {len(experience)}: use 0 to N - 1")
     if sequence_size < 1 or not 0 <= sequence_rank < sequence_size:
         raise ValueError(f"sequence_rank={sequence_rank} must be in [0, sequence_size={sequence_size}), for instance 0")
-    lengths = [experience.lengths[index] for index in documents] or [1]
-    total = _row_length(sum(lengths), sequence_size, pad_to, multiple_of)
-    owners = tuple(documents) or (-1,)
-    padding = total - sum(lengths)
-    if padding:
-        lengths, owners = [*lengths, padding], (*owners, -1)
-
+    owners, lengths = _layout(experience, documents, sequence_size, pad_to, multiple_of)
+    starts = list(accumulate(lengths, initial=0))
+    total = starts[-1]
     local = total // sequence_size
     here = slice(sequence_rank * local, (sequence_rank + 1) * local)
-    starts = list(accumulate(lengths, initial=0))
-    sizes = torch.tensor(lengths)
-    document_ids = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
+    document_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position_ids = torch.arange(total) - torch.tensor(starts[:-1]).index_select(0, document_ids)
     tokens = experience.token_indices(documents)
     tokens = torch.cat([tokens, tokens.new_full((total - len(tokens),), -1)])
@@ -230,6 +221,19 @@ def pack_row(
         document_columns=columns(experience.document_columns, torch.tensor(owners)),
         group=group,
     )
+
+
+def _layout(
+    experience: Experience, documents: Sequence[int], sequence_size: int, pad_to: int | None, multiple_of: int | None
+) -> tuple[tuple[int, ...], list[int]]:
+    """Documents of the row and their lengths, a dummy and padding included as -1."""
+    for index in documents:
+        if not 0 <= index < len(experience):
+            raise ValueError(f"documents contains {index}, but there are {len(experience)}: use 0 to N - 1")
+    lengths = [experience.lengths[index] for index in documents] or [1]
+    owners = tuple(documents) or (-1,)
+    padding = _row_length(sum(lengths), sequence_size, pad_to, multiple_of) - sum(lengths)
+    return ((*owners, -1), [*lengths, padding]) if padding else (owners, lengths)
 
 
 def _row_length(tokens: int, sequence_size: int, pad_to: int | None, multiple_of: int | None) -> int:
