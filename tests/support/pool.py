@@ -62,7 +62,11 @@ class WorkerError(Exception):
     def __init__(self, summary: str, errors: list[RankFailure], world_size: int) -> None:
         self.errors = errors
         self.world_size = world_size
-        parts = [f"--- rank {e.rank}: {e.type_name}: {e.message}\n{e.traceback}" for e in errors]
+        # Ranks that failed alike are listed together: eight copies of a traceback hide the one that differs.
+        alike: dict[tuple[str, str, str], list[int]] = {}
+        for e in errors:
+            alike.setdefault((e.type_name, e.message, e.traceback), []).append(e.rank)
+        parts = [f"--- ranks {ranks}: {name}: {message}\n{text}" for (name, message, text), ranks in alike.items()]
         super().__init__("\n".join([summary, *parts]))
 
     def all_ranks_raised(self, exception_type: type[BaseException]) -> bool:
