@@ -1,3 +1,4 @@
+import itertools
 import math
 import statistics
 
@@ -89,6 +90,17 @@ def test_follows_a_permutation_to_the_bit(name: str) -> None:
         assert torch.equal(estimator(rewards[order], group_ids[order], lengths[order]), expected[order])
         # The names of the groups mean nothing either.
         assert torch.equal(estimator(rewards, 1000 - 3 * group_ids, lengths), expected)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_order_of_documents_does_not_decide_what_rounding_loses(name: str) -> None:
+    # Summed from left to right, 1 and 3 survive or vanish next to 1e17 depending on their place.
+    rewards = torch.tensor([1e17, 1.0, -1e17, 3.0], dtype=torch.float64)
+    group_ids, lengths = torch.zeros(4, dtype=torch.int64), torch.tensor([2, 1, 2, 3])
+    expected = ESTIMATORS[name][0](rewards, group_ids, lengths)
+    for order in itertools.permutations(range(4)):
+        taken = list(order)
+        assert torch.equal(ESTIMATORS[name][0](rewards[taken], group_ids, lengths[taken]), expected[taken])
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -1,8 +1,10 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lightning_rl_engines.algorithms import (
@@ -346,6 +348,23 @@ def test_declared_needs() -> None:
     assert loss.needs_entropy and loss.needs_reference
     assert not PolicyLoss().needs_entropy and not PolicyLoss().needs_reference
     assert SFTLoss().required_columns == ("response_mask",)
+
+
+def test_changing_the_class_on_the_command_line_does_not_carry_the_old_settings_over() -> None:
+    class Module:
+        def __init__(self, loss: PolicyLossBase | Callable = PolicyLoss()) -> None:  # noqa: B008
+            self.loss = loss
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Module, "model")
+    default = parser.instantiate(parser.parse_args([])).model.loss
+    assert (type(default), default.aggregation, default.clip_high) == (PolicyLoss, "token-mean", 0.2)
+    changed = parser.instantiate(parser.parse_args(["--model.loss=GSPOLoss"])).model.loss
+    assert type(changed) is GSPOLoss
+    assert (changed.aggregation, changed.sequence_clip_high) == ("seq-mean-token-mean", 4e-4)
+    back = ["--model.loss=GSPOLoss", "--model.loss.sequence_clip_low=0.01", "--model.loss=PolicyLoss"]
+    loss = parser.instantiate(parser.parse_args(back)).model.loss
+    assert (type(loss), loss.aggregation, loss.clip_low) == (PolicyLoss, "token-mean", 0.2)
 
 
 def test_missing_inputs_are_named() -> None:

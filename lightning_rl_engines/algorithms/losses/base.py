@@ -46,31 +46,36 @@ class TokenLoss(ABC):
         needs_entropy: The forward pass has to compute the entropy.
         needs_reference: The experience needs the column ``ref_log_probs``.
         required_columns: Columns that the experience needs.
+        default_aggregation: Mode of this class where none is named. Not the default of the argument, because the
+            command line carries arguments over when only the class is changed: GSPO would inherit PPO's mode.
     """
 
     needs_entropy: bool = False
     needs_reference: bool = False
     required_columns: tuple[str, ...] = ("response_mask",)
+    default_aggregation: AggregationMode = "token-mean"
 
     def __init__(
         self,
         *,
-        aggregation: AggregationMode = "token-mean",
+        aggregation: AggregationMode | None = None,
         loss_scale_factor: float | None = None,
         constant: float | None = None,
     ) -> None:
         """Configure the aggregation.
 
         Args:
-            aggregation: How tokens are weighted and what their sum is divided by; see ``algorithms.aggregation``.
+            aggregation: How tokens are weighted and what their sum is divided by (``algorithms.aggregation``); None for
+                ``default_aggregation``.
             loss_scale_factor: Divisor in tokens of ``"seq-mean-token-sum-norm"``.
             constant: Denominator of ``"token-sum-over-constant"``.
 
         Raises:
             ValueError: The mode is unknown, or its number is missing, out of range or not used.
         """
-        check_aggregation(aggregation, loss_scale_factor, constant)
-        self.aggregation: AggregationMode = aggregation
+        mode = self.default_aggregation if aggregation is None else aggregation
+        check_aggregation(mode, loss_scale_factor, constant)
+        self.aggregation: AggregationMode = mode
         self.loss_scale_factor = loss_scale_factor
         self.constant = constant
 
@@ -148,7 +153,7 @@ class PolicyLossBase(TokenLoss):
     def __init__(
         self,
         *,
-        aggregation: AggregationMode = "token-mean",
+        aggregation: AggregationMode | None = None,
         loss_scale_factor: float | None = None,
         constant: float | None = None,
         entropy_coef: float = 0.0,
@@ -158,7 +163,8 @@ class PolicyLossBase(TokenLoss):
         """Configure what the policy losses share.
 
         Args:
-            aggregation: How tokens are weighted and what their sum is divided by; see ``algorithms.aggregation``.
+            aggregation: How tokens are weighted and what their sum is divided by (``algorithms.aggregation``); None for
+                ``default_aggregation``.
             loss_scale_factor: Divisor in tokens of ``"seq-mean-token-sum-norm"``.
             constant: Denominator of ``"token-sum-over-constant"``.
             entropy_coef: Weight of the entropy bonus.

@@ -39,12 +39,14 @@ class GSPOLoss(PolicyLossBase):
     ``ratio_mean`` is over documents as well.
     """
 
+    default_aggregation = "seq-mean-token-mean"
+
     def __init__(
         self,
         *,
         sequence_clip_low: float = 3e-4,
         sequence_clip_high: float = 4e-4,
-        aggregation: AggregationMode = "seq-mean-token-mean",
+        aggregation: AggregationMode | None = None,
         loss_scale_factor: float | None = None,
         constant: float | None = None,
         entropy_coef: float = 0.0,
@@ -56,7 +58,8 @@ class GSPOLoss(PolicyLossBase):
         Args:
             sequence_clip_low: Width of the clip range below 1, between 0 and 1.
             sequence_clip_high: Width of the clip range above 1, not negative.
-            aggregation: How tokens are weighted and what their sum is divided by; see ``algorithms.aggregation``.
+            aggregation: How tokens are weighted and what their sum is divided by (``algorithms.aggregation``); None for
+                ``"seq-mean-token-mean"``.
             loss_scale_factor: Divisor in tokens of ``"seq-mean-token-sum-norm"``.
             constant: Denominator of ``"token-sum-over-constant"``.
             entropy_coef: Weight of the entropy bonus.

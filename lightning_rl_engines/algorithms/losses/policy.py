@@ -123,7 +123,7 @@ class PolicyLoss(PolicyLossBase):
         clip_low: float = 0.2,
         clip_high: float = 0.2,
         dual_clip: float | None = None,
-        aggregation: AggregationMode = "token-mean",
+        aggregation: AggregationMode | None = None,
         loss_scale_factor: float | None = None,
         constant: float | None = None,
         entropy_coef: float = 0.0,
@@ -136,7 +136,8 @@ class PolicyLoss(PolicyLossBase):
             clip_low: Width of the clip range below 1, between 0 and 1.
             clip_high: Width of the clip range above 1, not negative.
             dual_clip: Largest ratio that counts for negative advantages, above 1 (Ye et al.: 3); None for no bound.
-            aggregation: How tokens are weighted and what their sum is divided by; see ``algorithms.aggregation``.
+            aggregation: How tokens are weighted and what their sum is divided by (``algorithms.aggregation``); None for
+                ``"token-mean"``.
             loss_scale_factor: Divisor in tokens of ``"seq-mean-token-sum-norm"``.
             constant: Denominator of ``"token-sum-over-constant"``.
             entropy_coef: Weight of the entropy bonus.
@@ -184,7 +185,7 @@ class CISPOLoss(PolicyLossBase):
         *,
         is_weight_low: float = 1.0,
         is_weight_high: float = 4.0,
-        aggregation: AggregationMode = "token-mean",
+        aggregation: AggregationMode | None = None,
         loss_scale_factor: float | None = None,
         constant: float | None = None,
         entropy_coef: float = 0.0,
@@ -196,7 +197,8 @@ class CISPOLoss(PolicyLossBase):
         Args:
             is_weight_low: Width of the range of the weight below 1, between 0 and 1; 1 for no lower bound.
             is_weight_high: Width of the range of the weight above 1, not negative.
-            aggregation: How tokens are weighted and what their sum is divided by; see ``algorithms.aggregation``.
+            aggregation: How tokens are weighted and what their sum is divided by (``algorithms.aggregation``); None for
+                ``"token-mean"``.
             loss_scale_factor: Divisor in tokens of ``"seq-mean-token-sum-norm"``.
             constant: Denominator of ``"token-sum-over-constant"``.
             entropy_coef: Weight of the entropy bonus.
