@@ -54,6 +54,8 @@ class ModelConfig:
         dtype: Storage type of the weights; ``None`` lets the Trainer's ``precision`` decide.
         attn_implementation: The kernel for packed rows: ``"sdpa"`` (one call per document, every device),
             ``"varlen"`` (torch's own, CUDA), ``"flash"`` (the flash-attn package), ``"flex"``, or ``"auto"``.
+        freeze: Patterns of Hugging Face parameter names that are not trained, such as ``["lm_head.*"]``; each must
+            match a parameter.
         gradient_checkpointing: Recompute the activations of each decoder layer in the backward pass.
         trust_remote_code: Allow model code from the folder or the hub.
         revision: Hub revision.
@@ -69,6 +71,7 @@ class ModelConfig:
     head: Literal["lm", "value"] = "lm"
     dtype: DTypeName | None = None
     attn_implementation: Literal["auto", "sdpa", "varlen", "flash", "flex"] = "auto"
+    freeze: tuple[str, ...] | list[str] = ()
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     revision: str | None = None

@@ -1,6 +1,8 @@
 """Hugging Face models as token models: packed rows in, fused log-probabilities out."""
 
+import fnmatch
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -108,6 +110,17 @@ def _from_pretrained(
     return cast("PreTrainedModel", model)
 
 
+def _freeze(model: "PreTrainedModel", patterns: Iterable[str]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        chosen = set(fnmatch.filter(names, pattern))
+        if not chosen:
+            raise ValueError(f"ModelConfig(freeze=[{pattern!r}]) matches no parameter; names are such as {names[-1]!r}.")
+        for name, parameter in model.named_parameters():
+            if name in chosen:
+                parameter.requires_grad_(False)
+
+
 class HFTokenModel(TokenModel):
     """A Hugging Face model whose head is the fused log-probability or a value per token.
 
@@ -131,6 +144,7 @@ class HFTokenModel(TokenModel):
         self._scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
             getattr(text, "logits_scaling", None) or 1.0
         )
+        _freeze(hf, model_config.freeze)
         if model_config.gradient_checkpointing:
             # Re-entrant checkpointing drops our keyword arguments and needs inputs that require a gradient.
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

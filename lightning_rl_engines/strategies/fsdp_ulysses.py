@@ -291,9 +291,9 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
                 f"ModelConfig(dtype={config.dtype!r}) contradicts precision={self.precision_plugin.precision!r}, which "
                 f"trains {str(storage).removeprefix('torch.')} weights; leave dtype=None."
             )
-        hf = self._load_on_rank_zero(config, dtype)
-        model = HFTokenModel(hf, config)
-        model.requires_grad_(trainable)
+        model = HFTokenModel(self._load_on_rank_zero(config, dtype), config)
+        if not trainable:
+            model.requires_grad_(False)
         assert self._layout is not None
         root = shard(model, model.layers, self._layout)
         return cast(TokenModel, root.train(trainable))
