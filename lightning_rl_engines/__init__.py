@@ -10,7 +10,104 @@ row. A per-token column at index *t* describes token *t*.
 """
 
 from lightning_rl_engines.__about__ import __version__
-from lightning_rl_engines.algorithms import *  # noqa: F403
+from lightning_rl_engines.algorithms import (
+    Advantage,
+    CISPOLoss,
+    DrGRPOAdvantage,
+    GRPOAdvantage,
+    GSPOLoss,
+    LossOutput,
+    PolicyLoss,
+    PolicyLossBase,
+    ReinforceLoss,
+    ReinforcePlusPlusAdvantage,
+    RLOOAdvantage,
+    SFTLoss,
+    TokenLoss,
+    TokenOutputs,
+)
+from lightning_rl_engines.callbacks import (
+    ConfiguredLearningRate,
+    GracefulInterrupt,
+    PredictionFile,
+    RunProgressBar,
+    RunReport,
+    SampleTable,
+    StartCard,
+    WeightExport,
+)
+from lightning_rl_engines.checkpoint import export_checkpoint
+from lightning_rl_engines.data import (
+    ExperienceDataModule,
+    LengthPenalty,
+    OverlongPenalty,
+    PromptDataModule,
+    ReasoningGymDataModule,
+    ReasoningGymReward,
+    Reward,
+    exact_match,
+    last_number_match,
+)
+from lightning_rl_engines.export import HFFolderSink, ModuleSink, WeightSink
 from lightning_rl_engines.models import ModelConfig, TokenModel
+from lightning_rl_engines.modules import PolicyModule, RLModule, SFTModule
+from lightning_rl_engines.optim import WarmupConstant, WarmupCosine, WarmupLinear
+from lightning_rl_engines.rollout import Generation, HFRollout, Prompt, RolloutEngine
 from lightning_rl_engines.sequence import Experience, MicroBatch
 from lightning_rl_engines.strategies import BatchOutput, Engine, FSDPUlyssesStrategy
+
+__all__ = [
+    "Advantage",
+    "BatchOutput",
+    "CISPOLoss",
+    "ConfiguredLearningRate",
+    "DrGRPOAdvantage",
+    "Engine",
+    "Experience",
+    "ExperienceDataModule",
+    "FSDPUlyssesStrategy",
+    "GRPOAdvantage",
+    "GSPOLoss",
+    "Generation",
+    "GracefulInterrupt",
+    "HFFolderSink",
+    "HFRollout",
+    "LengthPenalty",
+    "LossOutput",
+    "MicroBatch",
+    "ModelConfig",
+    "ModuleSink",
+    "OverlongPenalty",
+    "PolicyLoss",
+    "PolicyLossBase",
+    "PolicyModule",
+    "PredictionFile",
+    "Prompt",
+    "PromptDataModule",
+    "RLModule",
+    "RLOOAdvantage",
+    "ReasoningGymDataModule",
+    "ReasoningGymReward",
+    "ReinforceLoss",
+    "ReinforcePlusPlusAdvantage",
+    "Reward",
+    "RolloutEngine",
+    "RunProgressBar",
+    "RunReport",
+    "SFTLoss",
+    "SFTModule",
+    "SampleTable",
+    "StartCard",
+    "TokenLoss",
+    "TokenModel",
+    "TokenOutputs",
+    "WarmupConstant",
+    "WarmupCosine",
+    "WarmupLinear",
+    "WeightExport",
+    "WeightSink",
+    "__version__",
+    "exact_match",
+    "export_checkpoint",
+    "last_number_match",
+]

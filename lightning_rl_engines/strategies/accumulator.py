@@ -1,5 +1,6 @@
 """Adds up losses and metrics over micro-batches on the device, and over ranks once per batch."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,10 +58,15 @@ class MetricAccumulator:
         for item in gather(local):
             for name, (number, reduction) in item.items():
                 total[name] = (_combine(total[name][0], number, reduction) if name in total else number, reduction)
-        return {
-            name: number if reduction in ("max", "min") else number / self._denominators[reduction]  # type: ignore[index]
-            for name, (number, reduction) in total.items()
-        }
+        result: dict[str, float] = {}
+        for name, (number, reduction) in total.items():
+            if reduction == "max" or reduction == "min":
+                # An extremum over no token at all is its neutral element, and nothing to report.
+                if number != (-math.inf if reduction == "max" else math.inf):
+                    result[name] = number
+            else:
+                result[name] = number / self._denominators[reduction]
+        return result
 
 
 def _combine(left: float, right: float, reduction: MetricReduction) -> float:
