@@ -16,7 +16,6 @@ from lightning_rl_engines.export.plan import ExportPlan
 from lightning_rl_engines.export.sinks import ExportContext, WeightSink
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
     from transformers import PretrainedConfig
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -27,8 +26,7 @@ class HFFolderSink(WeightSink):
     """Writes a folder that ``from_pretrained`` and inference servers load.
 
     ``model.safetensors``, or numbered shards with their index; ``config.json`` with the exported type, the generation
-    configuration and the tokenizer where the context has them. An adapter is written in PEFT layout instead. Memory:
-    at most one shard and one tensor.
+    configuration and the tokenizer where the context has them. Memory: at most one shard and one tensor.
 
     The folder is written beside its destination and renamed when complete. An earlier export there is replaced then;
     if the process dies before, it is left as it was.
@@ -102,10 +100,7 @@ class HFFolderSink(WeightSink):
     @override
     def close(self) -> None:
         self._flush()
-        if self._context.adapter_config is not None:
-            self._finish_adapter(self._context.adapter_config)
-        else:
-            self._finish_model()
+        self._finish_model()
         if self._context.tokenizer is not None:
             self._context.tokenizer.save_pretrained(str(self._partial))
         for file in self._partial.rglob("*"):
@@ -161,17 +156,8 @@ class HFFolderSink(WeightSink):
         if self._bytes_by_dtype:
             # Of mixed types, the one that most of the model has.
             config.dtype = self._bytes_by_dtype.most_common(1)[0][0]
-        config.save_pretrained(str(self._partial))
-
-    def _finish_adapter(self, config: "PeftConfig") -> None:
-        if len(self._files) != 1:
-            raise ValueError(
-                f"max_shard_size={self.max_shard_size!r} splits the adapter into {len(self._files)} files, and PEFT "
-                f"reads one; use at least {self._total_bytes} bytes."
-            )
-        (self._partial / "1.part").rename(self._partial / "adapter_model.safetensors")
-        config = copy.copy(config)
-        config.inference_mode = True
+        if self._plan is not None and self._plan.architecture is not None:
+            config.architectures = [self._plan.architecture]
         config.save_pretrained(str(self._partial))
 
     def _replace(self) -> None:
@@ -211,7 +197,7 @@ def _refuse_foreign(target: Path) -> None:
     if not target.is_dir():
         raise ValueError(f"path={str(target)!r} is a file; name a folder.")
     content = list(target.iterdir())
-    exported = any(re.fullmatch(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors", file.name) for file in content)
+    exported = any(re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", file.name) for file in content)
     folders = [file.name for file in content if file.is_dir() and file.name != "additional_chat_templates"]
     if content and (not exported or folders):
         raise ValueError(

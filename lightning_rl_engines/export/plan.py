@@ -101,12 +101,14 @@ class ExportPlan:
     Attributes:
         entries: In the order of a Hugging Face save; streams may walk them in another one.
         num_parameters: Elements of the model's parameters, tied ones once; ``None`` where unknown.
+        architecture: Class that loads the export, such as ``"LlamaForCausalLM"``; ``None`` where unknown.
         splitter: How fused sources are taken apart; ``None`` where there are none.
         fused: Sources whose value is transformed, and not only renamed, on export.
     """
 
     entries: tuple[ExportEntry, ...]
     num_parameters: int | None = None
+    architecture: str | None = None
     splitter: SourceSplitter | None = None
     fused: frozenset[str] = frozenset()
 
@@ -200,21 +202,34 @@ def plan_from_hf_model(model: "PreTrainedModel") -> ExportPlan:
     sources = {name: names[id(tensor)] for name, tensor in saved.items() if id(tensor) in names}
     fused = [name for name in state if name not in sources.values()]
     if splitter is not None and fused:
-        sources |= _sources_of_fused(model, {name: state[name] for name in fused}, splitter)
+        sources |= _sources_of_fused(model, {name: state[name] for name in fused}, saved, splitter)
     if sources.keys() != saved.keys():
         raise ValueError(_merges(model, sorted(saved.keys() ^ sources.keys())))
     entries = tuple(ExportEntry(name, tuple(t.shape), t.dtype, sources[name]) for name, t in saved.items())
-    return ExportPlan(entries, model.num_parameters(), splitter if fused else None, frozenset(fused))
+    return ExportPlan(
+        entries,
+        num_parameters=model.num_parameters(),
+        architecture=type(model).__name__,
+        splitter=splitter if fused else None,
+        fused=frozenset(fused),
+    )
 
 
-def _sources_of_fused(model: "PreTrainedModel", fused: dict[str, Tensor], splitter: SourceSplitter) -> dict[str, str]:
+def _sources_of_fused(
+    model: "PreTrainedModel", fused: dict[str, Tensor], saved: dict[str, Tensor], splitter: SourceSplitter
+) -> dict[str, str]:
     sources: dict[str, str] = {}
-    for name, tensor in fused.items():
+    for source, tensor in fused.items():
         try:
-            sources |= dict.fromkeys(splitter.revert({name: tensor}), name)
+            parts = splitter.revert({source: tensor})
         except (ValueError, AttributeError, KeyError) as error:
             # What a rule raises that needs other parameters, or the model itself.
-            raise ValueError(_merges(model, [name])) from error
+            raise ValueError(_merges(model, [source])) from error
+        for name, part in parts.items():
+            # One parameter must give each of its tensors whole, and no other parameter may give it too.
+            if name in sources or name not in saved or part.shape != saved[name].shape:
+                raise ValueError(_merges(model, [name]))
+            sources[name] = source
     return sources
 
 

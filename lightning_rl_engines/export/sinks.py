@@ -13,7 +13,6 @@ from typing_extensions import override
 from lightning_rl_engines.export.plan import ExportPlan, plan_from_hf_model
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 
@@ -27,7 +26,6 @@ class ExportContext:
         config: Configuration of the model.
         generation_config: How the model is sampled by default.
         tokenizer: Its tokenizer.
-        adapter_config: Set where the tensors are those of an adapter in PEFT layout.
     """
 
     step: int = 0
@@ -35,7 +33,6 @@ class ExportContext:
     config: "PretrainedConfig | None" = None
     generation_config: "GenerationConfig | None" = None
     tokenizer: "PreTrainedTokenizerBase | None" = None
-    adapter_config: "PeftConfig | None" = None
 
 
 class WeightSink(ABC):
@@ -55,7 +52,7 @@ class WeightSink(ABC):
         """Begin an export.
 
         Args:
-            plan: What will come, in some other order; ``None`` where only the stream knows (an adapter).
+            plan: What will come, in any order; ``None`` where only the stream knows.
             context: What belongs to it beside its tensors.
         """
 

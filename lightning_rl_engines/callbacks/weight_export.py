@@ -1,0 +1,171 @@
+"""Sends the policy's weights to a sink every few updates."""
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl_engines.export.sinks import Communicator, ExportContext, WeightSink, drain
+from lightning_rl_engines.models.config import DTypeName, ModelConfig
+from lightning_rl_engines.models.token_model import TokenModel
+from lightning_rl_engines.modules.tokenizer import load_tokenizer
+from lightning_rl_engines.strategies.engine import Engine
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+Weights = Literal["full", "merged", "adapter"]
+
+
+class WeightExport(Callback):
+    """Exports ``pl_module.policy`` after every ``every_n_updates`` updates, and at the end of training.
+
+    Updates are those of the module (``pl_module.updates``), not optimizer steps. The module feeds its own rollout; this
+    is for further receivers. The base model's tokenizer and generation configuration go along.
+
+    Args:
+        sink: Receives the weights, on rank 0; :class:`~lightning_rl_engines.HFFolderSink` writes a folder.
+        every_n_updates: Updates from one export to the next.
+        weights: ``"full"``, or under LoRA ``"merged"`` (base plus adapters) or ``"adapter"`` (adapters, PEFT layout).
+        dtype: Type to cast floating-point tensors to; ``None`` keeps the storage type, so fp32 masters are exported
+            as fp32.
+        at_end: Export also when training ends, unless the last update was exported already.
+
+    Attributes:
+        last_path: Where the last export went, on every rank; ``None`` before the first and for sinks without a place.
+        last_update: The update that was exported last; ``None`` before the first.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        sink: WeightSink,
+        every_n_updates: int = 1,
+        weights: Weights = "full",
+        dtype: DTypeName | None = None,
+        at_end: bool = True,
+    ) -> None:
+        if every_n_updates < 1:
+            raise ValueError(f"every_n_updates={every_n_updates} must be at least 1.")
+        if weights not in get_args(Weights):
+            raise ValueError(f"weights={weights!r} is unknown; use one of {list(get_args(Weights))}.")
+        if dtype is not None and dtype not in get_args(DTypeName):
+            raise ValueError(f"dtype={dtype!r} is unknown; use one of {list(get_args(DTypeName))}, or None.")
+        self.sink = sink
+        self.every_n_updates = every_n_updates
+        self.weights: Weights = weights
+        self.dtype = dtype
+        self.at_end = at_end
+        self.last_path: str | None = None
+        self.last_update: int | None = None
+        # Updates already seen: a batch that finished none, and a resumed run, must not export again.
+        self._seen_updates = 0
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._generation_config: GenerationConfig | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and not isinstance(trainer.strategy, Engine):
+            raise MisconfigurationException(
+                f"WeightExport reads weights through an engine, and strategy is {type(trainer.strategy).__name__}; use "
+                "Trainer(strategy='fsdp_ulysses') or Trainer(strategy='torchtitan')."
+            )
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        policy = _policy(pl_module)
+        # The engine refuses a mode that the model has not; the weights are read when the stream is walked, so not here.
+        self._stream(trainer, policy)
+        # On all ranks and before training, so a broken file stops all of them together.
+        self._tokenizer = load_tokenizer(policy.model_config)
+        self._generation_config = _load_generation_config(policy.model_config, policy.config)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seen_updates = _updates(pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        updates = _updates(pl_module)
+        if updates != self._seen_updates and updates % self.every_n_updates == 0:
+            self.export(trainer, pl_module)
+        self._seen_updates = updates
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.at_end and self.last_update != _updates(pl_module):
+            self.export(trainer, pl_module)
+
+    def export(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
+        """Export now; collective over the world.
+
+        Args:
+            trainer: A trainer whose strategy is an engine, while it is fitting.
+            pl_module: The module whose ``policy`` is exported.
+
+        Returns:
+            Where the export went, on every rank; ``None`` for sinks without a place.
+
+        Raises:
+            Exception: The sink's error, on every rank.
+        """
+        started = time.monotonic()
+        policy, updates = _policy(pl_module), _updates(pl_module)
+        context = ExportContext(
+            step=trainer.global_step,
+            update=updates,
+            config=policy.config,
+            generation_config=self._generation_config,
+            tokenizer=self._tokenizer,
+        )
+        self.last_path = drain(
+            self._stream(trainer, policy),
+            self.sink,
+            cast(Communicator, trainer.strategy),
+            plan=policy.export_plan,
+            context=context,
+        )
+        self.last_update = updates
+        place = self.last_path or type(self.sink).__name__
+        rank_zero_info(f"Exported the weights of update {updates} to {place} in {time.monotonic() - started:.1f} s.")
+        return self.last_path
+
+    def _stream(self, trainer: Trainer, policy: TokenModel) -> Iterator[tuple[str, Tensor]]:
+        engine = cast(Engine, trainer.strategy)
+        return engine.get_per_tensor_param(policy, mode=cast(Any, self.weights), dtype=self.dtype)
+
+
+def _policy(pl_module: LightningModule) -> TokenModel:
+    if not hasattr(pl_module, "policy"):
+        raise MisconfigurationException(
+            f"WeightExport exports the attribute `policy`, which {type(pl_module).__name__} lacks; use PolicyModule, "
+            "ActorCriticModule or SFTModule, or name your model so."
+        )
+    # Not an isinstance check: an FSDP root stands in for the model it wraps.
+    return cast(TokenModel, pl_module.policy)
+
+
+def _updates(pl_module: LightningModule) -> int:
+    return cast(int, pl_module.updates)
+
+
+def _load_generation_config(config: ModelConfig, hf_config: "PretrainedConfig") -> "GenerationConfig":
+    from transformers import GenerationConfig
+
+    if config.path is not None:
+        try:
+            return GenerationConfig.from_pretrained(config.path, revision=config.revision or "main")
+        except OSError:
+            # The model comes without one; transformers derives it from the configuration then.
+            pass
+    return GenerationConfig.from_model_config(hf_config)
