@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tests.support.worker import Failure, Result, Task, serve
 
 START_TIMEOUT = 240.0
-"""Seconds that a new process gets for its imports; not part of a call's own timeout."""
+"""Seconds that a process gets for imports, its own and those of a function; not part of a call's timeout."""
 
 ERROR_GRACE = 10.0
 """Seconds that the other ranks get to finish once one rank has raised: they usually wait for it in a collective."""
@@ -116,7 +116,8 @@ def run_workers(
             ``MASTER_*`` are set; the torch seed is 0 on every rank.
         function: A function at the top level of an importable module.
         *args: Positional arguments; pickled, tensors by value.
-        timeout: Seconds; when they are over all processes are killed and the next call starts new ones.
+        timeout: Seconds, imports of the function's module apart; when they are over all processes are killed and
+            the next call starts new ones.
         **kwargs: Keyword arguments.
 
     Returns:
@@ -133,6 +134,7 @@ def run_workers(
         call = next(_calls)
         for worker in workers:
             worker.connection.send_bytes(pickle.dumps(Task(call, world_size, task)))
+        _await_signal(workers)
         replies = _collect(workers, timeout)
         if all(isinstance(reply, Result) for reply in replies.values()) and len(replies) == world_size:
             return [pickle.loads(replies[rank].payload) for rank in range(world_size)]
@@ -164,15 +166,23 @@ def _pool_of(world_size: int) -> _Pool:
     pool = _pools[0]
     try:
         fresh = [_start(pool, rank) for rank in range(len(pool.workers), world_size)]
-        deadline = time.monotonic() + START_TIMEOUT
-        for worker in fresh:
-            if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"a worker did not start within {START_TIMEOUT:.0f} s: {_tail(worker.output)}")
-            worker.connection.recv_bytes()
+        _await_signal(fresh)
     except BaseException:
         shutdown_workers()
         raise
     return pool
+
+
+def _await_signal(workers: list[_Worker]) -> None:
+    """Wait until each process has started, or has imported the function's module."""
+    deadline = time.monotonic() + START_TIMEOUT
+    for worker in workers:
+        if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"imports took over {START_TIMEOUT:.0f} s: {_stacks_of(worker)}")
+        try:
+            worker.connection.recv_bytes()
+        except (EOFError, ConnectionResetError) as error:
+            raise RuntimeError(f"{worker.process.name} died during imports: {_tail(worker.output)}") from error
 
 
 def _start(pool: _Pool, rank: int) -> _Worker:

@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,16 +65,38 @@ def serve(rank: int, connection: Connection, stacks: str, output: str, port: int
                 task = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
-            connection.send_bytes(pickle.dumps(_run(rank, task, store)))
+            outcome = _load(task)
+            # The clock of the call starts here: imports of the function's module are slow on a busy machine.
+            connection.send_bytes(b"loaded")
+            reply = outcome if isinstance(outcome, Failure) else _run(rank, task, store, *outcome)
+            connection.send_bytes(pickle.dumps(reply))
 
 
-def _run(rank: int, task: Task, store: dist.TCPStore) -> Result | Failure:
+def _load(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | Failure:
+    try:
+        function, args, kwargs = pickle.loads(task.payload)
+    except BaseException as error:
+        return _failure(error)
+    return function, args, kwargs
+
+
+def _run(
+    rank: int,
+    task: Task,
+    store: dist.TCPStore,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Result | Failure:
     try:
         _new_world(rank, task, store)
-        function, args, kwargs = pickle.loads(task.payload)
         return Result(pickle.dumps(function(*args, **kwargs)))
     except BaseException as error:
-        return Failure(type(error).__name__, str(error), traceback.format_exc(), _pickled(error))
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> Failure:
+    return Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)), _pickled(error))
 
 
 def _new_world(rank: int, task: Task, store: dist.TCPStore) -> None:
