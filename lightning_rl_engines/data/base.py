@@ -152,7 +152,8 @@ class ShardedDataModule(LightningDataModule, Generic[Raw, Item, Batch]):
         return self._items[split]
 
     def _loader(self, items: list[Item], batch_size: int, *, training: bool) -> ShardedLoader[Batch]:
-        overfit = self.trainer is not None and self.trainer.overfit_batches > 0
+        trainer: Any = self.trainer
+        overfit = trainer is not None and trainer.overfit_batches > 0
         return ShardedLoader(
             size=len(items),
             collate=lambda indices: self.collate([items[index] for index in indices]),
@@ -174,14 +175,14 @@ class ShardedDataModule(LightningDataModule, Generic[Raw, Item, Batch]):
         # A checkpoint that an exception causes is saved inside a training step: its batch is not done with.
         if self.trainer is None:
             return 0
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.ready - progress.processed)
 
     def _align_progress(self, batches: int) -> None:
         """Move Lightning's count of batches in this epoch, which is in batches of the layout that saved it."""
         if self.trainer is None or batches == 0:
             return
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         progress.ready += batches
         progress.started += batches
         progress.processed += batches

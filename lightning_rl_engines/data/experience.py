@@ -91,6 +91,7 @@ class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experienc
         self.documents_per_batch = documents_per_batch
         self.columns = dict(columns or {})
         self.append_eos = append_eos
+        self._template: RecordedDocument | None = None
         self.files: dict[Split, str | list[str] | None] = {
             "train": train,
             "val": val,
@@ -121,15 +122,19 @@ class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experienc
             for name, column in names.items():
                 if name in _REQUIRED:
                     continue
-                value = record[column]
-                if name == "group_ids":
-                    value = groups.setdefault(value, len(groups))
-                columns[name] = _aligned(value, len(prompt), len(response), f"{record.where}: column {column!r}")
+                value, where = record[column], f"{record.where}: column {column!r}"
+                if name != "group_ids":
+                    columns[name] = _aligned(value, len(prompt), len(response), where)
+                elif isinstance(value, int | str):
+                    columns[name] = groups.setdefault(value, len(groups))
+                else:
+                    raise ValueError(f"{where} must be a whole number or text, not {value!r}.")
                 if kinds.setdefault(name, isinstance(value, list)) != isinstance(value, list):
                     raise ValueError(
                         f"{record.where}: column {column!r} is a list in some rows and a number in others."
                     )
             documents.append(RecordedDocument([*prompt, *response], len(response), columns))
+        self._template = documents[0]
         if groups and split == "train" and self.shuffle:
             raise ValueError(
                 "ExperienceDataModule(shuffle=True) would tear groups apart, and the data has group ids; shuffle whole "
@@ -139,8 +144,11 @@ class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experienc
 
     @override
     def collate(self, items: list[RecordedDocument]) -> Experience:
-        names = list(items[0].columns) if items else []
-        columns = {name: [item.columns[name] for item in items] for name in names}
+        if not items:
+            # The same columns and types as those of ranks that have documents.
+            assert self._template is not None
+            return self.collate([self._template]).select([])
+        columns = {name: [item.columns[name] for item in items] for name in items[0].columns}
         masks = [
             [False] * (len(item.token_ids) - item.response_length) + [True] * item.response_length for item in items
         ]
@@ -189,14 +197,15 @@ class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experienc
         return ids
 
 
-def _aligned(value: Any, prompt_length: int, response_length: int, where: str) -> Any:
-    """Put values of response tokens behind zeros for the prompt; leave a number as it is."""
+def _aligned(value: Any, prompt_length: int, response_length: int, where: str) -> float | list[float]:
+    """Put values of response tokens behind zeros for the prompt; a number stays one."""
     if not isinstance(value, list):
         if not isinstance(value, int | float):
             raise ValueError(f"{where} must be a number, or a list with one per response token, not {value!r}.")
-        return value
+        # Always float: a batch whose rewards all happen to be whole must not have another type than the next.
+        return float(value)
     if len(value) != response_length:
         raise ValueError(f"{where} has {len(value)} values for a response of {response_length} tokens.")
     if not all(isinstance(number, int | float) for number in value):
         raise ValueError(f"{where} holds something that is no number.")
-    return [type(value[0])(0)] * prompt_length + value
+    return [0.0] * prompt_length + [float(number) for number in value]

@@ -54,7 +54,9 @@ class ShardedLoader(Generic[Batch]):
         self._drop_last = drop_last
         self._seed = seed
         self._in_flight = in_flight
-        self._epoch = 0
+        self._trainer_epoch = 0
+        # Resuming with max_steps, Lightning may count an epoch that has no batch; the order must not skip one.
+        self._epoch_offset = 0
         self._position = 0
         self._resume: dict[str, Any] | None = None
 
@@ -63,10 +65,15 @@ class ShardedLoader(Generic[Batch]):
         """The object that Lightning tells the epoch."""
         return self
 
+    @property
+    def batch_sampler(self) -> None:
+        """Lightning asks anything that has a sampler for this as well; there is none."""
+        return
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which decides the order; iteration that has not begun yet uses it."""
-        if epoch != self._epoch:
-            self._epoch = epoch
+        if epoch != self._trainer_epoch:
+            self._trainer_epoch = epoch
             self._position = 0
 
     def __len__(self) -> int:
@@ -80,8 +87,8 @@ class ShardedLoader(Generic[Batch]):
         stop = self._size
         while True:
             if order is None:
+                self._position = self._take_resume()
                 order = self._order()
-                self._position = self._resumed_position()
             start = self._position
             if self._batches_in(stop - start) == 0:
                 return
@@ -98,7 +105,8 @@ class ShardedLoader(Generic[Batch]):
         position = max(0, self._position - self._in_flight() * self._global_batch)
         left = self._batches_in(self._size - position)
         return {
-            "epoch": self._epoch,
+            "epoch": self._trainer_epoch + self._epoch_offset,
+            "trainer_epoch": self._trainer_epoch,
             # Items that a dropped last batch leaves over are not for another layout to pick up.
             "position": position if left else self._size,
             "batches": len(self) - left,
@@ -126,11 +134,16 @@ class ShardedLoader(Generic[Batch]):
             return 0
         return len(self) - self._batches_in(self._size - int(self._resume["position"]))
 
-    def _resumed_position(self) -> int:
+    def _take_resume(self) -> int:
+        """Return where this epoch begins, and settle which epoch it is."""
         resume, self._resume = self._resume, None
-        if resume is None or resume["epoch"] != self._epoch or resume["position"] >= self._size:
+        if resume is None:
             return 0
-        return int(resume["position"])
+        epoch, position = int(resume["epoch"]), int(resume["position"])
+        # Lightning may have ended the epoch before its last batch, as limit_train_batches does.
+        over = position >= self._size or (position > 0 and resume["trainer_epoch"] != self._trainer_epoch)
+        self._epoch_offset = (epoch + 1 if over else epoch) - self._trainer_epoch
+        return 0 if over else position
 
     def _batches_in(self, items: int) -> int:
         return items // self._global_batch if self._drop_last else math.ceil(items / self._global_batch)
@@ -139,6 +152,6 @@ class ShardedLoader(Generic[Batch]):
         if not self._shuffle:
             return list(range(self._size))
         # A generator of its own: the order must not depend on what else draws random numbers.
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._trainer_epoch + self._epoch_offset)
         order: list[int] = torch.randperm(self._size, generator=generator).tolist()
         return order

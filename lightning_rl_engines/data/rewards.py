@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -202,7 +202,7 @@ def _run(values: Sequence[Any]) -> list[Any]:
     """Wait for awaitables, all at once; exceptions are returned in their places."""
 
     async def settle(value: Any) -> Any:
-        return await cast(Awaitable[Any], value) if inspect.isawaitable(value) else value
+        return await value if inspect.isawaitable(value) else value
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*map(settle, values), return_exceptions=True)
