@@ -3,12 +3,11 @@
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pandas as pd
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from lightning_rl_engines import _compat
 from lightning_rl_engines.modules.hyperparameters import plain
-from lightning_rl_engines.modules.optimization import fill_total_steps, total_optimizer_steps
+from lightning_rl_engines.modules.optimization import apply_schedule, fill_total_steps, total_optimizer_steps
 from lightning_rl_engines.optim import WarmupSchedule
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.strategies.engine import Engine, LossFunction
@@ -181,10 +180,23 @@ class RLModule(LightningModule):
                 fill_total_steps(scheduler, steps)
         return self._optimizers_and_schedulers
 
+    @override
+    def on_train_start(self) -> None:
+        """Take the learning rate of this step from schedules whose length has changed since the last one."""
+        for scheduler in self._open_schedules:
+            apply_schedule(scheduler)
+
+    def optimizer_and_scheduler(self) -> tuple[Optimizer, LRSchedulerTypeUnion | None]:
+        """Return the only optimizer, in Lightning's wrapper that counts steps, and its scheduler."""
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        assert not isinstance(optimizer, list)
+        assert not isinstance(scheduler, list)
+        return cast(Optimizer, optimizer), scheduler
+
     def optimize(
         self,
         model: nn.Module,
-        optimizer: LightningOptimizer,
+        optimizer: Optimizer,
         experience: Experience,
         loss_fn: LossFunction,
         *,
@@ -198,7 +210,7 @@ class RLModule(LightningModule):
 
         Args:
             model: The model to train.
-            optimizer: From ``self.optimizers()``, so that ``global_step`` counts the step.
+            optimizer: Lightning's wrapper of it, so that ``global_step`` counts the step.
             experience: Documents with every column that the loss reads.
             loss_fn: The loss.
             scheduler: Stepped after the optimizer.
@@ -227,7 +239,7 @@ class RLModule(LightningModule):
         skipped = metrics.pop("skipped_step") > 0
         self._count_skipped(skipped)
         if scheduler is not None and not skipped:
-            scheduler.step()  # type: ignore[call-arg]
+            scheduler.step()
         return {**metrics, "skipped_steps": float(skipped), "lr": learning_rate}
 
     def _count_skipped(self, skipped: bool) -> None:

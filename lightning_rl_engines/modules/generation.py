@@ -1,7 +1,7 @@
 """Modules with a rollout engine: keeping its weights fresh, generating, scoring, validation and prediction."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -13,7 +13,7 @@ from lightning_rl_engines.modules.base import RLModule
 from lightning_rl_engines.modules.metrics import Tally
 from lightning_rl_engines.modules.samples import Samples, Scores, sample_rows, score
 from lightning_rl_engines.modules.tokenizer import load_tokenizer, require_tokenizer
-from lightning_rl_engines.rollout.base import Prompt, RolloutEngine
+from lightning_rl_engines.rollout.base import Prompt, RolloutEngine, RolloutStrategy
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.strategies.engine import Engine
 
@@ -85,7 +85,7 @@ class GenerationModule(RLModule):
         if self._rollout_engine is not engine:
             if self._tokenizer is None:
                 self._tokenizer = load_tokenizer(self.policy_config)
-            self.rollout.setup(engine, self.policy_config, self._tokenizer)
+            self.rollout.setup(cast(RolloutStrategy, engine), self.policy_config, self._tokenizer)
             self._rollout_engine, self._rollout_stale = engine, True
         if self._rollout_stale:
             self.rollout.update_weights(engine.get_per_tensor_param(self.policy))
@@ -94,6 +94,7 @@ class GenerationModule(RLModule):
     @override
     def on_train_start(self) -> None:
         """Give the rollout the weights that training starts from."""
+        super().on_train_start()
         self.sync_rollout()
 
     def require_rollout(self) -> RolloutEngine:

@@ -80,3 +80,13 @@ def fill_total_steps(scheduler: WarmupSchedule, steps: int | None) -> None:
             "max_steps or max_epochs to the Trainer, or total_steps=1000 to the scheduler."
         )
     scheduler.total_steps = steps
+
+
+def apply_schedule(scheduler: WarmupSchedule) -> None:
+    """Set the learning rates that the schedule gives for its current step.
+
+    The last step of a finished fit, or a checkpoint of one, leaves the rate of a schedule with another length.
+    """
+    factor = scheduler.factor(scheduler.last_epoch)
+    for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["lr"] = base * factor

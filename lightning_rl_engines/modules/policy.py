@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 from torch.optim import AdamW, Optimizer
@@ -322,9 +321,7 @@ class PolicyModule(GenerationModule):
         Returns:
             The metrics of each step.
         """
-        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        assert isinstance(optimizer, LightningOptimizer)
-        assert not isinstance(scheduler, list)
+        optimizer, scheduler = self.optimizer_and_scheduler()
         # No rank has a document left for further parts, and a step without any document is none.
         parts = min(self.mini_batches, max(columns.counts))
         steps = []

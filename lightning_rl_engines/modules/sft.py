@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 from torch.optim import AdamW, Optimizer
 from typing_extensions import override
@@ -104,9 +103,7 @@ class SFTModule(RLModule):
         """Take one optimizer step. Collective over the world."""
         started = time.perf_counter()
         experience = self.to_experience(batch)
-        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        assert isinstance(optimizer, LightningOptimizer)
-        assert not isinstance(scheduler, list)
+        optimizer, scheduler = self.optimizer_and_scheduler()
         with self.engine.train_mode(self.policy, optimizer):
             step = self.optimize(
                 self.policy,
