@@ -19,6 +19,7 @@ from lightning_rl_engines.algorithms.losses import (
     ReinforceLoss,
     SFTLoss,
     TokenLoss,
+    ValueLoss,
 )
 from lightning_rl_engines.algorithms.outputs import Denominator, LossOutput, MetricReduction, TokenOutputs
 
@@ -42,6 +43,7 @@ __all__ = [
     "SFTLoss",
     "TokenLoss",
     "TokenOutputs",
+    "ValueLoss",
     "aggregate",
     "check_aggregation",
     "kl_estimate",

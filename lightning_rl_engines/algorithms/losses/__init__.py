@@ -12,6 +12,7 @@ from lightning_rl_engines.algorithms.losses.base import (
 from lightning_rl_engines.algorithms.losses.gspo import GSPOLoss
 from lightning_rl_engines.algorithms.losses.policy import CISPOLoss, PolicyLoss, ReinforceLoss, clipped_surrogate
 from lightning_rl_engines.algorithms.losses.sft import SFTLoss
+from lightning_rl_engines.algorithms.losses.value import ValueLoss
 
 __all__ = [
     "CISPOLoss",
@@ -23,6 +24,7 @@ __all__ = [
     "ReinforceLoss",
     "SFTLoss",
     "TokenLoss",
+    "ValueLoss",
     "clipped_surrogate",
     "fraction_metrics",
     "importance_ratio",
