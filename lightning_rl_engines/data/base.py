@@ -73,6 +73,8 @@ class ShardedDataModule(LightningDataModule, Generic[Raw, Item, Batch]):
     def setup(self, stage: str) -> None:
         self._resume = None
         for split in _SPLITS[stage]:
+            # The next module may have another tokenizer.
+            self._items.pop(split, None)
             if split not in self._raw:
                 self._raw[split] = self.read(split)
 

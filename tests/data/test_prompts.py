@@ -139,3 +139,21 @@ def test_the_sampler_of_the_strategy_decides_the_ranks(tmp_path: Path, tokenizer
         (validation,) = data.val_dataloader()
         seen.append([[prompt.index for prompt in batch] for batch in validation])
     assert seen == [[[0], [3], [6], []], [[1], [4], [7], []], [[2], [5], [8], [9]]]
+
+
+def test_another_module_encodes_with_its_own_tokenizer(tmp_path: Path) -> None:
+    class Shifted:
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [token + 100 for token in character_tokenizer()(text)["input_ids"]]}
+
+    file = _write(tmp_path / "train.jsonl", [{"prompt": "ab"}])
+    data = PromptDataModule(train=file, batch_size=1)
+    seen = []
+    for tokenizer in (character_tokenizer(), Shifted()):
+        module = SimpleNamespace(tokenizer=tokenizer)
+        data.trainer = SimpleNamespace(  # type: ignore[assignment]
+            lightning_module=module, distributed_sampler_kwargs=None, overfit_batches=0
+        )
+        data.setup("fit")
+        seen += [prompt.token_ids for batch in data.train_dataloader() for prompt in batch]
+    assert seen == [[3, 4], [103, 104]]
