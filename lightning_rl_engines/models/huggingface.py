@@ -115,7 +115,7 @@ def _freeze(model: "PreTrainedModel", patterns: Iterable[str]) -> None:
     for pattern in patterns:
         chosen = set(fnmatch.filter(names, pattern))
         if not chosen:
-            raise ValueError(f"ModelConfig(freeze=[{pattern!r}]) matches no parameter; names are such as {names[-1]!r}.")
+            raise ValueError(f"ModelConfig(freeze=[{pattern!r}]) matches no parameter; names are like {names[-1]!r}.")
         for name, parameter in model.named_parameters():
             if name in chosen:
                 parameter.requires_grad_(False)
@@ -147,7 +147,7 @@ class HFTokenModel(TokenModel):
         _freeze(hf, model_config.freeze)
         if model_config.gradient_checkpointing:
             # Re-entrant checkpointing drops our keyword arguments and needs inputs that require a gradient.
-            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            hf.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
     @property
     def layers(self) -> list[nn.Module]:

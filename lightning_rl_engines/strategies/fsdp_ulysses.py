@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -34,11 +33,12 @@ from lightning_rl_engines.export.stream import stream_full_gradients, stream_ful
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
 from lightning_rl_engines.models.huggingface import HFTokenModel, load_hf_model
 from lightning_rl_engines.models.token_model import TokenModel
-from lightning_rl_engines.sequence.attention import bind_sequence_parallel, ensure_registered, select_kernel
+from lightning_rl_engines.sequence import Experience
+from lightning_rl_engines.sequence.attention import bind_sequence_parallel, select_kernel
 from lightning_rl_engines.strategies.engine import Engine, GroupName
 from lightning_rl_engines.strategies.launcher import ForkLauncher
 from lightning_rl_engines.strategies.precision import EnginePrecision
-from lightning_rl_engines.strategies.sharding import FSDPLayout, shard
+from lightning_rl_engines.strategies.sharding import FSDPLayout, fsdp_layout, require_divisor, shard
 
 
 class FSDPUlyssesStrategy(Engine, FSDPStrategy):
@@ -152,49 +152,33 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
     def setup_environment(self) -> None:
         self._check_layout()
         super().setup_environment()
-        device_type = self.root_device.type
         self._mesh = init_device_mesh(
-            device_type,
+            self.root_device.type,
             (self.world_size // self.ulysses_sp_size, self.ulysses_sp_size),
             mesh_dim_names=("dp", "sp"),
         )
-        self._layout = self._fsdp_layout(device_type)
+        mixed_precision = self.precision_plugin.mixed_precision_config
+        self._layout = fsdp_layout(self.root_device, self.world_size, self.fsdp_size, mixed_precision)
 
     def _check_layout(self) -> None:
         world = self.num_processes * self.num_nodes
-        if world % self.ulysses_sp_size:
-            raise ValueError(
-                f"ulysses_sp_size={self.ulysses_sp_size} does not divide the {world} processes of this run; use one of "
-                f"{_divisors(world)}."
-            )
-        if self.fsdp_size is not None and world % self.fsdp_size:
-            raise ValueError(
-                f"fsdp_size={self.fsdp_size} does not divide the {world} processes of this run; use one of "
-                f"{_divisors(world)}."
-            )
+        require_divisor("ulysses_sp_size", self.ulysses_sp_size, world)
+        require_divisor("fsdp_size", self.fsdp_size or world, world)
         if self.defer_gradient_sync and self.precision_plugin.precision != "32-true":
             raise ValueError(
                 f"defer_gradient_sync=True under precision={self.precision_plugin.precision!r} would accumulate "
                 "gradients in bf16; use precision='32-true' or defer_gradient_sync=False."
             )
 
-    def _fsdp_layout(self, device_type: str) -> FSDPLayout:
-        world, size = self.world_size, self.fsdp_size or self.world_size
-        mixed = self.precision_plugin.mixed_precision_config
-        device = self.root_device
-        if size == 1:
-            # A hybrid layout with 1-wide shards would not reduce gradients at all.
-            return FSDPLayout(device, ShardingStrategy.NO_SHARD, None, mixed)
-        if size == world:
-            mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
-            return FSDPLayout(device, ShardingStrategy.FULL_SHARD, mesh, mixed)
-        mesh = init_device_mesh(device_type, (world // size, size), mesh_dim_names=("replicate", "shard"))
-        return FSDPLayout(device, ShardingStrategy.HYBRID_SHARD, mesh, mixed)
-
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # Rows are cut on the host, and each goes to the device on its own.
+        return batch if isinstance(batch, Experience) else super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -300,8 +284,12 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
 
     def _load_on_rank_zero(self, config: ModelConfig, dtype: torch.dtype) -> Any:
         """Load weights on rank 0, the architecture elsewhere; a failure on any rank is raised on all of them."""
-        kernel = select_kernel(config.attn_implementation, self.root_device)
-        ensure_registered()
+        requested = config.attn_implementation
+        kernel = select_kernel(
+            requested if requested == "auto" else f"packed_{requested}",
+            self.root_device,
+            dtype=self.precision_plugin.compute_dtype,
+        )
         reader = self.global_rank == 0
         hf, error = None, None
         try:
@@ -309,7 +297,6 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
                 config,
                 dtype=dtype,
                 device="cpu" if reader else "meta",
-                attn_implementation=kernel,
                 empty=not reader,
             )
             bind_sequence_parallel(hf, self.sequence_parallel_group, kernel=kernel)
@@ -400,10 +387,6 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
 def _check_size(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive integer, such as 1 or 2.")
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 FSDPUlyssesStrategy.register_strategies(StrategyRegistry)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -37,6 +37,39 @@ class FSDPLayout:
             mixed_precision=self.mixed_precision,
             use_orig_params=True,
         )
+
+
+def require_divisor(name: str, value: int, world: int) -> None:
+    """Refuse a number of ranks that does not divide the world.
+
+    Raises:
+        ValueError: With the numbers that do.
+    """
+    if world % value:
+        legal = [size for size in range(1, world + 1) if world % size == 0]
+        raise ValueError(f"{name}={value} does not divide the {world} processes of this run; use one of {legal}.")
+
+
+def fsdp_layout(
+    device: torch.device, world: int, size: int | None, mixed_precision: MixedPrecision | None
+) -> FSDPLayout:
+    """Return the layout that shards over ``size`` neighbouring ranks and replicates across; collective over the world.
+
+    Args:
+        device: Where parameters live.
+        world: Number of ranks.
+        size: Ranks that parameters are sharded over; ``None`` for all.
+        mixed_precision: Types of compute and reduction.
+    """
+    size = size or world
+    if size == 1:
+        # A hybrid layout with 1-wide shards would not reduce gradients at all.
+        return FSDPLayout(device, ShardingStrategy.NO_SHARD, None, mixed_precision)
+    if size == world:
+        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+        return FSDPLayout(device, ShardingStrategy.FULL_SHARD, mesh, mixed_precision)
+    mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+    return FSDPLayout(device, ShardingStrategy.HYBRID_SHARD, mesh, mixed_precision)
 
 
 def shard(model: nn.Module, units: Iterable[nn.Module], layout: FSDPLayout) -> FSDP:
