@@ -145,11 +145,6 @@ class RLModule(LightningModule):
     def build_models(self, engine: Engine) -> None:
         """Build every model with ``engine.build_model`` and keep it as an attribute. Collective over the world."""
 
-    @override
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """Leave the batch on the host."""
-        return batch
-
     # --------------------------------------------------------------------------------------------- optimizers
 
     @abstractmethod
