@@ -3,7 +3,7 @@
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import pandas as pd
 from lightning.pytorch import LightningModule
@@ -24,6 +24,12 @@ from lightning_rl_engines.strategies.engine import Engine, LossFunction
 
 PROGRESS_BAR = ("train/reward", "train/loss", "train/tokens_per_second")
 """Training metrics that the progress bar shows."""
+
+WITHOUT_TRAINER = (
+    "to use the weights of a checkpoint on their own, turn it into a Hugging Face folder with "
+    "`lightning-rl export --checkpoint DIR --output DIR`; to go on with it, pass ckpt_path to the Trainer's fit, "
+    "validate, test or predict."
+)
 
 
 class RLModule(LightningModule):
@@ -93,9 +99,8 @@ class RLModule(LightningModule):
             strategy = self.trainer.strategy
         except RuntimeError as error:
             raise MisconfigurationException(
-                f"{type(self).__name__} has no Trainer, and only a Trainer's strategy can build its models. To use the "
-                "weights of a checkpoint without one, turn it into a Hugging Face folder: "
-                "`lightning-rl export --checkpoint DIR --output DIR`. To go on training, pass ckpt_path to Trainer.fit."
+                f"{type(self).__name__} has no Trainer, and only a Trainer's strategy can build its models; "
+                f"{WITHOUT_TRAINER}"
             ) from error
         if not isinstance(strategy, Engine):
             raise MisconfigurationException(
@@ -103,6 +108,17 @@ class RLModule(LightningModule):
                 'Trainer(strategy="fsdp_ulysses"), on a single device too.'
             )
         return strategy
+
+    @classmethod
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: a checkpoint is sharded over the ranks of a Trainer.
+
+        Raises:
+            MisconfigurationException: Always; the message says what to do instead.
+        """
+        raise MisconfigurationException(
+            f"{cls.__name__}.load_from_checkpoint cannot work without a Trainer; {WITHOUT_TRAINER}"
+        )
 
     @override
     def configure_callbacks(self) -> list[Callback]:

@@ -181,6 +181,12 @@ class PolicyModule(GenerationModule):
     # ------------------------------------------------------------------------------------------------ update
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # An earlier fit may have ended in the middle of dynamic sampling, on older weights.
+        self._collected = None
+
+    @override
     def training_step(self, batch: PolicyBatch, batch_idx: int) -> None:
         """Run one update, or with dynamic sampling one round towards it. Collective over the world."""
         if self._collected is None:

@@ -27,6 +27,11 @@ def test_without_a_trainer_the_error_names_the_export_command():
         PolicyModule(policy=CONFIG).configure_model()
 
 
+def test_loading_without_a_trainer_names_the_export_command(tmp_path):
+    with pytest.raises(MisconfigurationException, match="lightning-rl export --checkpoint"):
+        PolicyModule.load_from_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_a_strategy_that_is_no_engine_is_refused_with_the_one_to_use(strategy):
     trainer = Trainer(strategy=strategy, devices=1, **QUIET)

@@ -8,6 +8,7 @@ from lightning_rl_engines.modules import PolicyModule
 from lightning_rl_engines.rollout import HFRollout
 from tests.modules import cases
 from tests.support import WorkerError, run_workers
+from tests.support.models import tiny_config
 
 SPLITS = {1: [[0, 1, 2, 3, 4, 5, 6, 7]], 2: [[0, 1, 2, 3], [4, 5, 6, 7]]}
 """On two data ranks each group spans both."""
@@ -44,6 +45,20 @@ def test_two_updates_from_prompts(world, sp):
     for other in results[1:]:
         same = [{k: v for k, v in row.items() if "second" not in k} for row in other["history"]]
         assert same == [{k: v for k, v in row.items() if "second" not in k} for row in results[0]["history"]]
+
+
+def test_the_first_ratio_is_exactly_one_with_dropout_in_the_configuration():
+    config = tiny_config("llama", attention_dropout=0.1).to_dict()
+    (result,) = run_workers(1, cases.run_two_updates, 1, policy=cases.ModelConfig(from_config=config))
+    for row in result["history"]:
+        assert row["train/ratio_max"] == row["train/ratio_min"] == 1.0
+
+
+def test_groups_of_one_have_zero_advantages():
+    (result,) = run_experience(1, {1: [[0, 1, 2, 3]]})
+    assert set(result["advantages"].values()) == {0.0}
+    assert all(math.isfinite(value) for value in result["history"][0].values())
+    assert result["history"][0]["train/grad_norm"] == 0.0
 
 
 def test_training_raises_the_reward():
