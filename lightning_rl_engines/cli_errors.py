@@ -80,7 +80,7 @@ def explain(message: str, *, options: Iterable[str], classes: Iterable[str]) -> 
     reason = _reason(message)
     lines = []
     key = re.search(r'Parser key "([^"]+)"', message)
-    if key and key.group(1) not in reason:
+    if key and key.group(1) != "config" and key.group(1) not in reason:
         lines.append(f"in {key.group(1)}:")
     value = re.search(r"Given value: (.+)", message)
     if value and value.group(1).strip() not in reason:

@@ -7,6 +7,7 @@ from lightning_rl_engines.callbacks.report import RunReport
 from lightning_rl_engines.callbacks.resume import ConfiguredLearningRate
 from lightning_rl_engines.callbacks.samples import SampleTable
 from lightning_rl_engines.callbacks.start_card import StartCard
+from lightning_rl_engines.callbacks.update_checkpoint import UpdateCheckpoint
 from lightning_rl_engines.callbacks.weight_export import WeightExport
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "RunReport",
     "SampleTable",
     "StartCard",
+    "UpdateCheckpoint",
     "WeightExport",
 ]

@@ -58,7 +58,9 @@ SCRIPT = """
         accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60)),
         max_steps=100000 if not resume else int(sys.argv[3]), default_root_dir=folder, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ModelCheckpoint(dirpath=folder + "/checkpoints", save_last=True), GracefulInterrupt(grace_seconds=0.2)],
+        callbacks=[
+            ModelCheckpoint(dirpath=folder + "/checkpoints", save_last=True), GracefulInterrupt(grace_seconds=0.2)
+        ],
     )
     data = torch.utils.data.DataLoader(torch.ones(10000, 1), batch_size=1)
     trainer.fit(Module(stuck), data, ckpt_path="last" if resume else None)
