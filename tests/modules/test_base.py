@@ -9,7 +9,7 @@ from lightning_rl_engines.algorithms import PolicyLoss
 from lightning_rl_engines.modules import PolicyModule
 from lightning_rl_engines.modules.optimization import build_optimizer, fill_total_steps
 from lightning_rl_engines.optim import WarmupConstant, WarmupCosine
-from tests.modules import cases
+from tests.modules import cases, runs
 from tests.support import run_workers
 
 CONFIG = cases.ModelConfig(from_config={"model_type": "llama"})
@@ -52,7 +52,7 @@ def test_gradient_accumulation_by_the_trainer_names_the_token_budget():
 
 
 def test_a_second_fit_goes_on_with_the_same_model_and_optimizer():
-    (result,) = run_workers(1, cases.run_two_fits)
+    (result,) = run_workers(1, runs.run_two_fits)
     assert result["same"] == (True, True)
     assert result["kept"]
     assert result["updates"] == result["global_step"] == 4
@@ -63,12 +63,12 @@ def test_a_second_fit_goes_on_with_the_same_model_and_optimizer():
 
 
 def test_another_trainer_builds_the_module_anew_and_says_so():
-    (result,) = run_workers(1, cases.run_rebuilt)
+    (result,) = run_workers(1, runs.run_rebuilt)
     assert result == {"rebuilt": True, "warned": True, "updates": 1}
 
 
 def test_a_checkpoint_holds_updates_history_and_plain_hyperparameters(tmp_path):
-    (result,) = run_workers(1, cases.run_checkpoint, str(tmp_path))
+    (result,) = run_workers(1, runs.run_checkpoint, str(tmp_path))
     assert result["equal"]
     assert result["history"] == [1.0, 2.0]
     assert result["rows_equal"]
@@ -89,7 +89,7 @@ def test_a_checkpoint_holds_updates_history_and_plain_hyperparameters(tmp_path):
     ],
 )
 def test_the_length_of_a_fit_is_counted_in_optimizer_steps(limits, expected):
-    assert run_workers(1, cases.run_length, **limits) == [expected]
+    assert run_workers(1, runs.run_length, **limits) == [expected]
 
 
 def test_an_open_schedule_needs_a_limit_only_if_it_decays():

@@ -1,13 +1,13 @@
 import pytest
 
 from lightning_rl_engines.modules import PolicyModule
-from tests.modules import cases
+from tests.modules import cases, runs
 from tests.support import run_workers
 
 
 @pytest.mark.parametrize(("world", "duplicates"), [(1, True), (2, True), (2, False)])
 def test_validation_is_the_mean_over_real_prompts(world, duplicates):
-    for result in run_workers(world, cases.run_validation, duplicates):
+    for result in run_workers(world, runs.run_validation, duplicates):
         metrics = result["metrics"]
         assert metrics["val/reward_even"] == pytest.approx(result["expected"], rel=1e-6)
         assert metrics["val/reward"] == pytest.approx(metrics["val/reward_even"] + 0.5 * metrics["val/reward_long"])
@@ -18,7 +18,7 @@ def test_validation_is_the_mean_over_real_prompts(world, duplicates):
 
 
 def test_prediction_returns_generations_and_log_probs():
-    (result,) = run_workers(1, cases.run_prediction)
+    (result,) = run_workers(1, runs.run_prediction)
     assert [row["index"] for row in result["rows"]] == [0, 1, 2]
     assert result["rows"][1]["columns"] == {"answer": "4"}
     assert len(result["generated"]) == 3
@@ -28,7 +28,7 @@ def test_prediction_returns_generations_and_log_probs():
 
 
 def test_the_rollout_gets_weights_before_the_first_generation_and_after_each_update():
-    (result,) = run_workers(1, cases.run_stale_rollout)
+    (result,) = run_workers(1, runs.run_stale_rollout)
     # Once for the sanity check, where training starts too, and once after each of two updates.
     assert result == {"received": 3, "equal": True}
 

@@ -2,7 +2,7 @@ import pytest
 
 from lightning_rl_engines.modules import SFTModule
 from lightning_rl_engines.rollout import Prompt
-from tests.modules import cases
+from tests.modules import cases, runs
 from tests.support import run_workers
 
 CONFIG = cases.ModelConfig(from_config={"model_type": "llama"})
@@ -10,7 +10,7 @@ CONFIG = cases.ModelConfig(from_config={"model_type": "llama"})
 
 @pytest.mark.parametrize(("world", "sp"), [(1, 1), (2, 1), (2, 2)])
 def test_the_policy_learns_the_responses(world, sp):
-    for result in run_workers(world, cases.run_sft, sp):
+    for result in run_workers(world, runs.run_sft, sp):
         rows = result["history"]
         assert result["updates"] == result["global_step"] == len(rows)
         assert rows[0]["train/nll"] > 3.5
