@@ -149,6 +149,8 @@ def _check(descriptions: Sequence[Description]) -> dict[int, Description]:
     if errors:
         raise ValueError("; ".join(errors) + ".")
     by_rank: dict[int, Description] = {}
+    # A rank without documents may lack columns, so it is no reference for them.
+    filled = next((rank for rank, item in enumerate(descriptions) if item.lengths), 0)
     for rank, item in enumerate(descriptions):
         first = by_rank.setdefault(item.data_rank, item)
         if (first.lengths, first.fingerprint, first.response_lengths) != (
@@ -163,8 +165,11 @@ def _check(descriptions: Sequence[Description]) -> dict[int, Description]:
         reference = descriptions[0]
         if item.settings != reference.settings:
             raise ValueError(f"ranks disagree on the call: rank 0 {reference.settings}, rank {rank} {item.settings}.")
-        if item.lengths and reference.lengths and item.columns != reference.columns:
-            raise ValueError(f"ranks disagree on the columns: rank 0 {reference.columns}, rank {rank} {item.columns}.")
+        if item.lengths and item.columns != descriptions[filled].columns:
+            raise ValueError(
+                f"ranks disagree on the columns: rank {filled} {descriptions[filled].columns}, rank {rank} "
+                f"{item.columns}."
+            )
     return by_rank
 
 
@@ -172,7 +177,7 @@ def _denominators(by_rank: dict[int, Description]) -> Denominators:
     responses = [length for item in by_rank.values() for length in item.response_lengths]
     groups: int | None = None
     filled = [item for item in by_rank.values() if item.lengths]
-    if filled and all(item.group_ids is not None for item in filled):
+    if all(item.group_ids is not None for item in filled):
         groups = len(
             {
                 group
