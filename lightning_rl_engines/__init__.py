@@ -48,7 +48,7 @@ from lightning_rl_engines.data import (
     exact_match,
     last_number_match,
 )
-from lightning_rl_engines.export import HFFolderSink, ModuleSink, WeightSink
+from lightning_rl_engines.export import HFFolderSink, InferenceClient, InferenceServerSink, ModuleSink, WeightSink
 from lightning_rl_engines.models import ModelConfig, TokenModel
 from lightning_rl_engines.modules import PolicyModule, RLModule, SFTModule
 from lightning_rl_engines.optim import WarmupConstant, WarmupCosine, WarmupLinear
@@ -72,6 +72,8 @@ __all__ = [
     "GracefulInterrupt",
     "HFFolderSink",
     "HFRollout",
+    "InferenceClient",
+    "InferenceServerSink",
     "LengthPenalty",
     "LossOutput",
     "MicroBatch",

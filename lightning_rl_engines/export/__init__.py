@@ -2,6 +2,7 @@
 
 from lightning_rl_engines.export.folder import HFFolderSink
 from lightning_rl_engines.export.plan import ExportEntry, ExportPlan, plan_from_hf_model
+from lightning_rl_engines.export.server import InferenceClient, InferenceServerSink
 from lightning_rl_engines.export.sinks import ExportContext, MemorySink, ModuleSink, WeightSink, drain
 from lightning_rl_engines.export.stream import stream_full_gradients, stream_full_parameters
 
@@ -10,6 +11,8 @@ __all__ = [
     "ExportEntry",
     "ExportPlan",
     "HFFolderSink",
+    "InferenceClient",
+    "InferenceServerSink",
     "MemorySink",
     "ModuleSink",
     "WeightSink",
