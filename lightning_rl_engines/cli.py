@@ -212,6 +212,9 @@ class LightningRLCLI(LightningCLI):
             yield RunProgressBar()
         if ours and missing(SampleTable):
             yield SampleTable()
+        # Also outside fit, where it does nothing: Lightning wants a checkpoint's callbacks to be there.
+        if ours and missing(RunReport):
+            yield RunReport()
         if self.subcommand == "predict" and ours and missing(PredictionFile):
             yield PredictionFile()
         if trainer.enable_checkpointing is not False and missing(ModelCheckpoint):
@@ -224,8 +227,6 @@ class LightningRLCLI(LightningCLI):
             yield ConfiguredLearningRate()
         if missing(GracefulInterrupt):
             yield GracefulInterrupt()
-        if ours and missing(RunReport):
-            yield RunReport()
 
     def _check_checkpoint(self, trainer: Trainer, callbacks: list[Callback]) -> None:
         """Refuse, before anything is built, a checkpoint that does not exist."""

@@ -114,10 +114,13 @@ def suggestion(reason: str, *, options: Iterable[str], classes: Iterable[str]) -
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return "Did you mean ...?" with the nearest candidates, or an empty string when none is near."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.7)
-    if not near and "." in name:
-        near = difflib.get_close_matches(name.rsplit(".", 1)[-1].lower(), by_lower, n=3, cutoff=0.7)
-    return f"Did you mean {' or '.join(by_lower[match] for match in near)}?" if near else ""
+    for word in dict.fromkeys((name.lower(), name.rsplit(".", 1)[-1].lower())):
+        ratios = {other: difflib.SequenceMatcher(None, word, other).ratio() for other in by_lower}
+        best = max(ratios.values(), default=0.0)
+        if best >= 0.7:
+            near = [by_lower[other] for other, ratio in ratios.items() if ratio > best - 0.02]
+            return f"Did you mean {' or '.join(near[:3])}?"
+    return ""
 
 
 def strategy_problem(strategy: str, *, ours: Iterable[str], known: Iterable[str]) -> str | None:

@@ -20,6 +20,9 @@ class WarmupSchedule(LRScheduler, ABC):
     Step 0 is the first optimizer step. During warm-up the factor of step ``t`` is ``(t + 1) / (warmup_steps + 1)``, so
     the first step is not wasted at a learning rate of 0 and step ``warmup_steps`` is the first at the full rate.
 
+    Attributes:
+        total_steps: Steps of the whole run, in calls of ``step``.
+
     Args:
         optimizer: The optimizer whose parameter groups are scheduled; each keeps its own learning rate.
         warmup_steps: Steps over which the rate rises linearly.
@@ -48,23 +51,14 @@ class WarmupSchedule(LRScheduler, ABC):
             raise ValueError(f"{name}(min_ratio={min_ratio}) must lie between 0 and 1; 0.1 ends at a tenth.")
         self.warmup_steps = warmup_steps
         self.min_ratio = min_ratio
-        self._total_steps: int | None = None
+        if total_steps is not None and total_steps <= warmup_steps and self.decays:
+            raise ValueError(
+                f"{name}(warmup_steps={warmup_steps}, total_steps={total_steps}) leaves no step to decay over; use "
+                f"warmup_steps below {total_steps}."
+            )
+        # May be set later, also to less than the warm-up: a short trial of a long configuration just warms up.
         self.total_steps = total_steps
         super().__init__(optimizer, last_epoch)
-
-    @property
-    def total_steps(self) -> int | None:
-        """Steps of the whole run, in calls of ``step``."""
-        return self._total_steps
-
-    @total_steps.setter
-    def total_steps(self, value: int | None) -> None:
-        if value is not None and value <= self.warmup_steps and self.decays:
-            raise ValueError(
-                f"{type(self).__name__}(warmup_steps={self.warmup_steps}, total_steps={value}) leaves no step to decay "
-                f"over; use warmup_steps below {value}."
-            )
-        self._total_steps = value
 
     @property
     def decays(self) -> bool:
@@ -85,12 +79,13 @@ class WarmupSchedule(LRScheduler, ABC):
             return (step + 1) / (self.warmup_steps + 1)
         if step == self.warmup_steps or not self.decays:
             return 1.0
-        if self._total_steps is None:
+        if self.total_steps is None:
             raise ValueError(
                 f"{type(self).__name__}(total_steps=None) is not known at step {step}; give total_steps, as in "
                 "init_args: {total_steps: 1000}, or limit the run with trainer.max_steps."
             )
-        progress = min(1.0, (step - self.warmup_steps) / (self._total_steps - self.warmup_steps))
+        length = self.total_steps - self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / length) if length > 0 else 1.0
         return self.min_ratio + (1.0 - self.min_ratio) * self.decay(progress)
 
     @override
@@ -100,7 +95,7 @@ class WarmupSchedule(LRScheduler, ABC):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        shape = ("warmup_steps", "min_ratio", "_total_steps")
+        shape = ("warmup_steps", "min_ratio", "total_steps")
         return {key: value for key, value in super().state_dict().items() if key not in shape}
 
 

@@ -50,6 +50,12 @@ def test_total_steps_may_be_filled_before_the_first_step():
     assert rates(scheduler, 10) == rates(reference, 10)
 
 
+def test_a_run_shorter_than_the_warm_up_just_warms_up():
+    scheduler = WarmupCosine(make_optimizer(), warmup_steps=3)
+    scheduler.total_steps = 2
+    assert rates(scheduler, 2) == [0.25, 0.5]
+
+
 def test_missing_total_steps_is_named():
     scheduler = WarmupCosine(make_optimizer())
     scheduler.optimizer.step()

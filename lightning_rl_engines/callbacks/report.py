@@ -8,6 +8,7 @@ import pandas as pd
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -88,7 +89,8 @@ class RunReport(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         checkpoint = exception.checkpoint if isinstance(exception, RunInterrupted) else None
-        self._finish(trainer, pl_module, checkpoint)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._finish(trainer, pl_module, checkpoint)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def render(rows: list[Row]) -> Table:
     """Lay out names and values in two columns."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
-        table.add_row(Text(name, style="bold"), Text(value))
+        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
     return table
 
 
