@@ -123,6 +123,29 @@ class Engine(ABC):
         """Context of a micro-batch; gradients of all but the last one may stay local."""
 
     @abstractmethod
+    def to(
+        self,
+        device: torch.device | str,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        grad: nn.Module | None = None,
+    ) -> None:
+        """Move parameters, optimizer state and gradients by hand; idempotent.
+
+        Args:
+            device: ``"cpu"`` puts them into host buffers, also where the device is the CPU itself; ``"device"``, or
+                the accelerator's type, brings them back.
+            model: Model whose parameters move.
+            optimizer: Optimizer whose state moves; scalars stay.
+            grad: Model whose gradients move.
+        """
+
+    @abstractmethod
+    def _on_device(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        """Context in which model and optimizer are on the device; at exit what is off-loaded by option leaves it."""
+
+    @abstractmethod
     def _sum_over_sequence(self, tensor: Tensor) -> None:
         """Sum a host tensor over the ranks of a row, in place."""
 
@@ -161,6 +184,7 @@ class Engine(ABC):
         """
         if loss_fn is None and not forward_only:
             raise ValueError("loss_fn=None needs forward_only=True; pass a loss, such as PolicyLoss().")
+        self.to("device", model=model)
         experience = experience.to("cpu")  # rows are cut on the host; Lightning may have moved the batch
         batch = self._plan(model, experience, loss_fn, temperature, max_tokens_per_micro_batch, balance)
         metrics = MetricAccumulator(batch.denominators)
@@ -279,6 +303,7 @@ class Engine(ABC):
                 yield
             finally:
                 (optimizer or model).zero_grad()
+                cast(TokenModel, model).forget_graphs()
 
     @contextmanager
     def eval_mode(self, model: nn.Module) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
@@ -37,8 +36,10 @@ from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.sequence.attention import bind_sequence_parallel, select_kernel
 from lightning_rl_engines.strategies.engine import Engine, GroupName
 from lightning_rl_engines.strategies.launcher import ForkLauncher
+from lightning_rl_engines.strategies.offload import Offloader
 from lightning_rl_engines.strategies.precision import EnginePrecision
-from lightning_rl_engines.strategies.sharding import FSDPLayout, fsdp_layout, require_divisor, shard
+from lightning_rl_engines.strategies.sharding import FSDPLayout, fsdp_layout, shard
+from lightning_rl_engines.strategies.validation import require_divisor, require_engine_models, require_size
 
 
 class FSDPUlyssesStrategy(Engine, FSDPStrategy):
@@ -52,6 +53,9 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
         fsdp_size: Ranks that parameters are sharded over; smaller than the world gives hybrid sharding (sharded within
             neighbouring ranks, replicated across), 1 gives replicas, ``None`` shards over the world.
         reduce_dtype: Type that gradients are reduced in under ``bf16-mixed``.
+        offload_param: Keep parameters, of frozen references too, in host memory outside ``train_mode``, ``eval_mode``
+            and exports. On CPU they go to a second buffer, which saves nothing.
+        offload_optimizer: Keep optimizer state in host memory outside ``train_mode``.
         defer_gradient_sync: Reduce gradients on the last micro-batch only. Saves communication and keeps an unsharded
             gradient on every rank. Refused under ``bf16-mixed``, where FSDP1 would accumulate it in bf16.
         process_group_backend: Backend of ``torch.distributed``; by default gloo on CPU, gloo and NCCL on CUDA.
@@ -73,6 +77,8 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
         self,
         ulysses_sp_size: int = 1,
         fsdp_size: int | None = None,
+        offload_param: bool = False,
+        offload_optimizer: bool = False,
         reduce_dtype: DTypeName = "float32",
         defer_gradient_sync: bool = False,
         process_group_backend: str | None = None,
@@ -82,9 +88,9 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        _check_size("ulysses_sp_size", ulysses_sp_size)
+        require_size("ulysses_sp_size", ulysses_sp_size)
         if fsdp_size is not None:
-            _check_size("fsdp_size", fsdp_size)
+            require_size("fsdp_size", fsdp_size)
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds={timeout_seconds} must be positive, such as 1800.")
         self._reduce_dtype = torch_dtype(reduce_dtype)
@@ -98,7 +104,10 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
         )
         self.ulysses_sp_size = ulysses_sp_size
         self.fsdp_size = fsdp_size
+        self.offload_param = offload_param
+        self.offload_optimizer = offload_optimizer
         self.defer_gradient_sync = defer_gradient_sync
+        self._offloader = Offloader()
         self._mesh: DeviceMesh | None = None
         self._layout: FSDPLayout | None = None
 
@@ -110,6 +119,13 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(
                 cls.strategy_name, cls, description="FSDP1 sharding with Ulysses sequence parallelism for RL"
+            )
+            strategy_registry.register(
+                f"{cls.strategy_name}_offload",
+                cls,
+                description="The same, with parameters and optimizer state in host memory between phases",
+                offload_param=True,
+                offload_optimizer=True,
             )
 
     @property
@@ -169,6 +185,11 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
                 f"defer_gradient_sync=True under precision={self.precision_plugin.precision!r} would accumulate "
                 "gradients in bf16; use precision='32-true' or defer_gradient_sync=False."
             )
+        if self._reduce_dtype != torch.float32 and self.precision_plugin.precision == "32-true":
+            name = str(self._reduce_dtype).removeprefix("torch.")
+            raise ValueError(
+                f"reduce_dtype={name!r} has no effect under precision='32-true'; leave it out, or use 'bf16-mixed'."
+            )
 
     @property
     @override
@@ -184,7 +205,15 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         # The token models inside the LightningModule are FSDP roots; the module itself is not wrapped, so that
         # backward passes inside training_step and several models in one module work.
+        require_engine_models(model)
         return model.to(self.root_device) if self.root_device.type != "cpu" else model
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if reduce_op == "sum" and group is None:  # from self.log; Lightning's votes pass ReduceOp.SUM
+            # Sequence peers log the same value, which counts once.
+            return tensor if self.data_parallel_size == 1 else super().reduce(tensor, self.data_parallel_group, "sum")
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -280,6 +309,8 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
             model.requires_grad_(False)
         assert self._layout is not None
         root = shard(model, model.layers, self._layout)
+        if self.offload_param:
+            self._offloader.offload(model=root)
         return cast(TokenModel, root.train(trainable))
 
     def _load_on_rank_zero(self, config: ModelConfig, dtype: torch.dtype) -> Any:
@@ -293,16 +324,12 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
         reader = self.global_rank == 0
         hf, error = None, None
         try:
-            hf = load_hf_model(
-                config,
-                dtype=dtype,
-                device="cpu" if reader else "meta",
-                empty=not reader,
-            )
+            hf = load_hf_model(config, dtype=dtype, device="cpu" if reader else "meta", empty=not reader)
             bind_sequence_parallel(hf, self.sequence_parallel_group, kernel=kernel)
-        except (ValueError, OSError) as exception:
+        except Exception as exception:  # of any type: the other ranks wait for the weights
             error = exception
-        failed = [text for text in self.all_gather_objects(None if error is None else str(error)) if text]
+        text = None if error is None else str(error) or type(error).__name__
+        failed = [item for item in self.all_gather_objects(text) if item]
         if failed:
             raise ValueError(f"The model of {config.source} cannot be built: {failed[0]}") from error
         return hf
@@ -315,11 +342,41 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
             raise ValueError(f"mode={mode!r} is not available; use 'full'.")
         token_model = cast(TokenModel, model)
         target = None if dtype is None else torch_dtype(dtype)
-        return stream_full_parameters(model, token_model.export_plan, dtype=target, prefix="hf.")
+        stream = stream_full_parameters(model, token_model.export_plan, dtype=target, prefix="hf.")
+        return self._offloader.while_loaded(model, stream)
 
     @override
     def get_per_tensor_grad(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return stream_full_gradients(model, cast(TokenModel, model).export_plan, prefix="hf.")
+
+    # ---- engine: memory ----
+
+    @override
+    def to(
+        self,
+        device: torch.device | str,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        grad: nn.Module | None = None,
+    ) -> None:
+        kind = str(device).partition(":")[0]
+        if kind == "cpu":
+            self._offloader.offload(model=model, optimizer=optimizer, grad=grad)
+        elif kind in ("device", self.root_device.type):
+            self._offloader.load(model=model, optimizer=optimizer, grad=grad)
+        else:
+            raise ValueError(f"device={str(device)!r} is unknown here; use 'cpu' or 'device'.")
+
+    @contextmanager
+    def _on_device(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+        self._offloader.load(model=model, optimizer=optimizer)
+        try:
+            yield
+        finally:
+            self._offloader.offload(
+                model=model if self.offload_param else None, optimizer=optimizer if self.offload_optimizer else None
+            )
 
     # ---- engine: gradients ----
 
@@ -362,6 +419,7 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        self._offloader.load_all()  # the state dict views live tensors until it is written
         return model_state(self.lightning_module)
 
     @override
@@ -370,23 +428,20 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
         return optimizer_state(self.lightning_module, optimizer)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is not supported: checkpoints are folders.")
         save_training_checkpoint(self, checkpoint, Path(self.broadcast(filepath)))
+        self._offloader.offload_again()
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         path = Path(self.broadcast(checkpoint_path))
+        self._offloader.load_all()
         return load_training_checkpoint(module, self.optimizers if fitting else [], path)
-
-
-def _check_size(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a positive integer, such as 1 or 2.")
 
 
 FSDPUlyssesStrategy.register_strategies(StrategyRegistry)

@@ -39,17 +39,6 @@ class FSDPLayout:
         )
 
 
-def require_divisor(name: str, value: int, world: int) -> None:
-    """Refuse a number of ranks that does not divide the world.
-
-    Raises:
-        ValueError: With the numbers that do.
-    """
-    if world % value:
-        legal = [size for size in range(1, world + 1) if world % size == 0]
-        raise ValueError(f"{name}={value} does not divide the {world} processes of this run; use one of {legal}.")
-
-
 def fsdp_layout(
     device: torch.device, world: int, size: int | None, mixed_precision: MixedPrecision | None
 ) -> FSDPLayout:
