@@ -17,6 +17,7 @@ so an update takes the sum over row indices of the dearest row, and it helps to 
    least so far.
 
 Documents that may not leave their rank go through steps 1 to 3 rank by rank, for the largest of the ranks' counts.
+Documents that must share a row, such as the two of a preference pair, go through all steps as one.
 """
 
 import heapq
@@ -82,6 +83,7 @@ def plan_rows(
     multiple_of: int = 1,
     rows_multiple_of: int = 1,
     move: bool = True,
+    units: Sequence[Sequence[int]] | None = None,
     linear_cost: float = 1.0,
     quadratic_cost: float = 0.0,
 ) -> Plan:
@@ -93,12 +95,14 @@ def plan_rows(
         multiple_of: Rows are padded to a multiple of this.
         rows_multiple_of: The number of rows per rank is a multiple of this, and at least this, also without documents.
         move: Whether documents may run on another data rank than their own.
+        units: ``units[rank][index]`` names the unit of a document, over all ranks; the documents of a unit share a row.
+            Without ``move`` they must be on one rank. ``None``: every document is a unit of its own.
         linear_cost: Cost of a token.
         quadratic_cost: Cost of a pair of tokens of one document, that is, of attention.
 
     Raises:
-        ValueError: An argument is out of range, or a document is longer than the budget; the message names its rank
-            and index.
+        ValueError: An argument is out of range, or a document or a unit is longer than the budget; the message names
+            its rank and index, or the unit.
     """
     capacity = _capacity(budget, multiple_of)
     if not lengths:
@@ -108,19 +112,17 @@ def plan_rows(
     for name, value in (("linear_cost", linear_cost), ("quadratic_cost", quadratic_cost)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name}={value} must be finite and not negative, for instance 1.0")
-    documents: list[list[_Document]] = []
-    for rank, own in enumerate(lengths):
-        documents.append([])
-        for index, tokens in enumerate(own):
-            if tokens < 1:
-                raise ValueError(f"document {index} of data rank {rank} has {tokens} tokens: it needs at least one")
-            if capacity is not None and tokens > capacity:
-                raise ValueError(_too_long(rank, index, tokens, budget, multiple_of, lengths))
-            cost = linear_cost * tokens + quadratic_cost * tokens * tokens
-            documents[rank].append(_Document(-cost, -tokens, rank, index))
-    if move:
-        return _plan_together(documents, capacity, rows_multiple_of)
-    return _plan_apart(documents, capacity, rows_multiple_of)
+    documents = _check_documents(lengths, budget, multiple_of, linear_cost, quadratic_cost)
+    plan = _plan_together if move else _plan_apart
+    if units is None:
+        return plan(documents, capacity, rows_multiple_of)
+    bundles, members = _bundle(documents, units, move)
+    for own in bundles:
+        for bundle in own:
+            if capacity is not None and bundle.tokens > capacity:
+                unit = units[bundle.rank][bundle.position]
+                raise ValueError(_unit_too_long(unit, bundle.tokens, budget, multiple_of))
+    return _unbundle(plan(bundles, capacity, rows_multiple_of), members)
 
 
 class _Document(NamedTuple):
@@ -160,6 +162,56 @@ class _Bin:
 
     def row(self) -> Row:
         return tuple(sorted((document.rank, document.position) for document in self.documents))
+
+
+def _check_documents(
+    lengths: Sequence[Sequence[int]], budget: int | None, multiple_of: int, linear_cost: float, quadratic_cost: float
+) -> list[list[_Document]]:
+    capacity = _capacity(budget, multiple_of)
+    documents: list[list[_Document]] = []
+    for rank, own in enumerate(lengths):
+        documents.append([])
+        for index, tokens in enumerate(own):
+            if tokens < 1:
+                raise ValueError(f"document {index} of data rank {rank} has {tokens} tokens: it needs at least one")
+            if capacity is not None and tokens > capacity:
+                raise ValueError(_too_long(rank, index, tokens, budget, multiple_of, lengths))
+            cost = linear_cost * tokens + quadratic_cost * tokens * tokens
+            documents[rank].append(_Document(-cost, -tokens, rank, index))
+    return documents
+
+
+def _bundle(
+    documents: list[list[_Document]], units: Sequence[Sequence[int]], move: bool
+) -> tuple[list[list[_Document]], dict[tuple[int, int], Row]]:
+    """Make one document of each unit, in the place of the unit's first; also tell which documents it stands for."""
+    sizes, expected = [len(own) for own in units], [len(own) for own in documents]
+    if sizes != expected:
+        raise ValueError(f"units has {sizes} entries per data rank, but there are {expected} documents: give one each")
+    together: dict[int, list[_Document]] = {}
+    for own, names in zip(documents, units, strict=True):
+        for document, unit in zip(own, names, strict=True):
+            together.setdefault(unit, []).append(document)
+    bundles: list[list[_Document]] = [[] for _ in documents]
+    members: dict[tuple[int, int], Row] = {}
+    for unit, parts in together.items():
+        first, last = parts[0], parts[-1]
+        if not move and first.rank != last.rank:
+            raise ValueError(
+                f"the documents of unit {unit} are on data ranks {first.rank} and {last.rank}, so they cannot share a "
+                "row: put them on one rank, or let documents move (move=True)"
+            )
+        cost, tokens = sum(part.negative_cost for part in parts), sum(part.negative_tokens for part in parts)
+        bundles[first.rank].append(_Document(cost, tokens, first.rank, first.position))
+        members[first.rank, first.position] = tuple((part.rank, part.position) for part in parts)
+    return bundles, members
+
+
+def _unbundle(plan: Plan, members: dict[tuple[int, int], Row]) -> Plan:
+    def unfold(row: Row) -> Row:
+        return tuple(sorted(document for bundle in row for document in members[bundle]))
+
+    return Plan(tuple(tuple(unfold(row) for row in rows) for rows in plan.rows))
 
 
 def _plan_together(documents: list[list[_Document]], capacity: int | None, rows_multiple_of: int) -> Plan:
@@ -322,4 +374,11 @@ def _too_long(
     return (
         f"document {index} of data rank {rank} has {tokens} tokens, more than budget={budget} allows in a row{padded}: "
         f"raise it to at least {longest}, or shorten the document"
+    )
+
+
+def _unit_too_long(unit: int, tokens: int, budget: int | None, multiple_of: int) -> str:
+    return (
+        f"the documents of unit {unit} have {tokens} tokens together, more than budget={budget} allows in the row that "
+        f"they share: raise it to at least {_round_up(tokens, multiple_of)}, or shorten them"
     )

@@ -191,6 +191,56 @@ def test_the_lengths_of_the_rows_do_not_depend_on_who_holds_a_document(lengths, 
     assert sorted(map(sorted, shapes[0])) == sorted(map(sorted, shapes[1]))
 
 
+@property_test
+@given(lengths_of_ranks, st.randoms(use_true_random=False), st.booleans(), st.sampled_from([1, 2]), st.booleans())
+def test_documents_of_a_unit_share_a_row(lengths, generator, move, multiple_of, limited):
+    # Units of one, two or three documents; without moving they stay within a rank.
+    pool = [[(rank, index) for index in range(len(own))] for rank, own in enumerate(lengths)]
+    pool = [[document for own in pool for document in own]] if move else pool
+    units = [[0] * len(own) for own in lengths]
+    names = itertools.count(100)
+    for documents in pool:
+        generator.shuffle(documents)
+        while documents:
+            name = next(names)
+            for _ in range(min(generator.randint(1, 3), len(documents))):
+                rank, index = documents.pop()
+                units[rank][index] = name
+    budget = 72 + 1 if limited else None  # three documents of the largest length, and one token that no row can use
+    plan = plan_rows(
+        lengths, budget=budget, multiple_of=multiple_of, move=move, units=units, linear_cost=1.0, quadratic_cost=0.1
+    )
+    every = sorted(document for rows in plan.rows for row in rows for document in row)
+    assert every == [(rank, index) for rank, own in enumerate(lengths) for index in range(len(own))]
+    assert {len(rows) for rows in plan.rows} == {plan.rows_per_rank}
+    places: dict[int, set] = {}
+    for rank, rows in enumerate(plan.rows):
+        for number, row in enumerate(rows):
+            assert row == tuple(sorted(row))
+            assert budget is None or math.ceil(row_cost(lengths, row) / multiple_of) * multiple_of <= budget
+            for source, index in row:
+                places.setdefault(units[source][index], set()).add((rank, number))
+    assert all(len(rows) == 1 for rows in places.values())
+    if not move:
+        assert not plan.moves
+
+
+@property_test
+@given(lengths_of_ranks, st.booleans())
+def test_units_of_one_document_change_nothing(lengths, move):
+    names = itertools.count()
+    units = [[next(names) for _ in own] for own in lengths]
+    arguments = {"budget": BUDGET, "move": move, "quadratic_cost": 0.1}
+    assert plan_rows(lengths, units=units, **arguments) == plan_rows(lengths, **arguments)
+
+
+def test_units_are_balanced_as_wholes_and_keep_rows_apart_where_documents_alone_would_fit():
+    # Alone, 6 + 4 and 6 + 4 fill two rows of 10. The pairs 6 + 6 and 4 + 4 need 12.
+    assert plan_rows([[6, 6, 4, 4]], budget=12, units=[[0, 0, 1, 1]]).rows == ((((0, 0), (0, 1)), ((0, 2), (0, 3))),)
+    pairs = plan_rows([[6, 6, 5, 5], []], budget=12, units=[[0, 1, 0, 1], []])
+    assert pairs.rows == ((((0, 0), (0, 2)),), (((0, 1), (0, 3)),))
+
+
 @pytest.mark.parametrize(
     ("lengths", "arguments", "words"),
     [
@@ -208,6 +258,9 @@ def test_the_lengths_of_the_rows_do_not_depend_on_who_holds_a_document(lengths, 
         ([[1]], {"budget": 4, "linear_cost": -1.0}, ["linear_cost=-1.0"]),
         ([[1]], {"budget": 4, "quadratic_cost": float("nan")}, ["quadratic_cost=nan"]),
         ([], {"budget": 4}, ["lengths=[]"]),
+        ([[9, 9], [3]], {"budget": 17, "units": [[5, 5], [6]]}, ["unit 5", "18 tokens", "budget=17", "at least 18"]),
+        ([[9], [4]], {"budget": 17, "units": [[5], [5]], "move": False}, ["unit 5", "data ranks 0 and 1", "move=True"]),
+        ([[9, 9], [3]], {"budget": 32, "units": [[5], [6]]}, ["units has [1, 1]", "[2, 1] documents"]),
     ],
 )
 def test_impossible_plans_are_refused(lengths, arguments, words):
