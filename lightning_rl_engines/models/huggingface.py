@@ -181,6 +181,10 @@ class HFTokenModel(TokenModel):
         return float(linear), float(quadratic)
 
     @override
+    def forget_graphs(self) -> None:
+        self._guard.forget()
+
+    @override
     def forward(
         self, micro_batch: "MicroBatch", *, calculate_entropy: bool = False, temperature: float | str = 1.0
     ) -> TokenOutputs:

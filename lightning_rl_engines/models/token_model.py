@@ -34,6 +34,9 @@ class TokenModel(nn.Module, ABC):
     def document_cost(self) -> tuple[float, float]:
         """Linear and quadratic coefficient of a document's cost in its length, in multiply-adds of a forward pass."""
 
+    def forget_graphs(self) -> None:
+        """Give up forward passes whose backward pass has not come, such as those of a step that raised."""
+
     @abstractmethod
     def forward(
         self, micro_batch: "MicroBatch", *, calculate_entropy: bool = False, temperature: float | str = 1.0

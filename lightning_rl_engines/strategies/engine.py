@@ -297,8 +297,12 @@ class Engine(ABC):
 
     @contextmanager
     def train_mode(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Put the model into training mode; at exit, also after an exception, clear gradients and restore the mode."""
-        with _module_mode(model, training=True):
+        """Put the model into training mode, on the device.
+
+        At exit, also after an exception, gradients are cleared, the mode is restored, and what the strategy off-loads
+        leaves the device.
+        """
+        with self._on_device(model, optimizer), _module_mode(model, training=True):
             try:
                 yield
             finally:
@@ -307,8 +311,8 @@ class Engine(ABC):
 
     @contextmanager
     def eval_mode(self, model: nn.Module) -> Iterator[None]:
-        """Put the model into evaluation mode without gradients; restore the mode at exit, also after an exception."""
-        with _module_mode(model, training=False), torch.no_grad():
+        """Put the model into evaluation mode without gradients, on the device; undone at exit as in training mode."""
+        with self._on_device(model, None), _module_mode(model, training=False), torch.no_grad():
             yield
 
     def _plan(
