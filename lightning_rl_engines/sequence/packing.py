@@ -59,6 +59,7 @@ class MicroBatch:
         owned_documents: bool ``[num_documents]``, True for the real documents on sequence rank 0. Terms that exist
             once per document are summed over these, so that they count once.
         response_lengths: float32 ``[num_documents]``, response tokens of each document in the whole row.
+        last_response: bool ``[local]``, the slots that describe the last response token of a document of the whole row.
         token_columns: Per-token columns except ``input_ids``.
         document_columns: Per-document columns.
         group: Sequence ranks that share the row, or ``None``.
@@ -74,6 +75,7 @@ class MicroBatch:
     token_indices: Tensor
     owned_documents: Tensor
     response_lengths: Tensor
+    last_response: Tensor
     token_columns: Mapping[str, Tensor]
     document_columns: Mapping[str, Tensor]
     group: ProcessGroup | None = None
@@ -128,6 +130,17 @@ class MicroBatch:
         sums = torch.zeros(self.num_documents, dtype=dtype, device=values.device)
         sums = sums.index_add(0, self.document_ids, values.to(dtype))
         return sums if self.group is None else _AllReduceSum.apply(sums, self.group)
+
+    def segment_last(self, values: Tensor) -> Tensor:
+        """Take ``values`` at the last response token of each document. Collective like :meth:`segment_sum`.
+
+        Args:
+            values: ``[local]``, one value per slot.
+
+        Returns:
+            ``[num_documents]``, the same on all sequence ranks and differentiable; 0 for a document without response.
+        """
+        return self.segment_sum(torch.where(self.last_response, values, torch.zeros_like(values)))
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -189,6 +202,7 @@ def pack_row(
     tokens = experience.token_indices(documents)
     tokens = torch.cat([tokens, tokens.new_full((total - len(tokens),), -1)])
     described = tokens.roll(-1)[here]
+    responses = _take({"response_mask": experience.response_mask_host}, tokens)["response_mask"]
 
     def move(tensor: Tensor) -> Tensor:
         return _move(tensor, device)
@@ -199,8 +213,7 @@ def pack_row(
 
     ids = {"input_ids": experience["input_ids"]}
     others = {name: value for name, value in experience.token_columns.items() if name != "input_ids"}
-    host_mask = _take({"response_mask": experience.response_mask_host}, described)["response_mask"]
-    responses = [float(experience.response_lengths[index]) if index >= 0 else 0.0 for index in owners]
+    response_lengths = [float(experience.response_lengths[index]) if index >= 0 else 0.0 for index in owners]
     owned = [sequence_rank == 0 and index >= 0 for index in owners]
     return MicroBatch(
         input_ids=columns(ids, tokens[here])["input_ids"],
@@ -211,16 +224,24 @@ def pack_row(
             max_seqlen=max(lengths),
         ),
         labels=columns(ids, described)["input_ids"],
-        predicted=move(host_mask.nonzero().flatten()),
+        predicted=move(responses.roll(-1)[here].nonzero().flatten()),
         document_ids=move(document_ids.roll(-1)[here]),
         documents=owners,
         token_indices=described,
         owned_documents=move(torch.tensor(owned)),
-        response_lengths=move(torch.tensor(responses, dtype=torch.float32)),
+        response_lengths=move(torch.tensor(response_lengths, dtype=torch.float32)),
+        last_response=move(_last_of_each(responses, document_ids, len(lengths)).roll(-1)[here]),
         token_columns=columns(others, described),
         document_columns=columns(experience.document_columns, torch.tensor(owners)),
         group=group,
     )
+
+
+def _last_of_each(mask: Tensor, document_ids: Tensor, count: int) -> Tensor:
+    """``[row]`` bool, True at the last True of ``mask`` in each document."""
+    places = mask.nonzero().flatten()
+    last = torch.full((count,), -1).scatter_reduce_(0, document_ids[places], places, "amax")
+    return torch.zeros_like(mask).index_fill_(0, last[last >= 0], True)
 
 
 def _layout(

@@ -28,6 +28,7 @@ ROW = {
 }
 ROW_MASK = [True, True, False, True, False, False, True, True, False, False, False, False]
 ROW_NUMBER = [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 0.0, 0.0, 0.0, 1.0]
+ROW_LAST = [False, True, False, True, False, False, False, True, False, False, False, False]
 PREDICTED = {1: [[0, 1, 3, 6, 7]], 2: [[0, 1, 3], [0, 1]], 4: [[0, 1], [0], [0, 1], []]}
 
 
@@ -41,6 +42,7 @@ def test_three_documents_by_hand(size):
             assert value.dtype == torch.int64
             assert value.tolist() == expected[here], name
         assert micro_batch["response_mask"].tolist() == ROW_MASK[here]
+        assert micro_batch.last_response.tolist() == ROW_LAST[here]
         assert micro_batch["number"].tolist() == ROW_NUMBER[here]
         assert micro_batch.predicted.tolist() == PREDICTED[size][rank]
         assert micro_batch.predicted.dtype == torch.int64
@@ -215,6 +217,18 @@ def test_segment_sum_is_a_sum_per_document_in_fp32_or_fp64():
         assert sums.tolist() == [0 + 1 + 11, 2 + 3, 4 + 5 + 6 + 7, 8 + 9 + 10]
 
 
+def test_segment_last_is_the_value_at_the_last_response_token_whatever_the_other_slots_hold():
+    experience = three_documents().with_columns(response_mask=[[0, 1, 1], [0, 0], [0, 1, 0, 0]])
+    micro_batch = pack_row(experience, [2, 1, 0], pad_to=12)
+    # The row is document 2, 1, 0: its slots 0 and 7 describe the second token of 2 and the third of 0.
+    values = torch.full((12,), torch.nan)
+    values[0], values[7] = 5.0, 7.0
+    last = micro_batch.segment_last(values.requires_grad_())
+    assert last.tolist() == [5.0, 0.0, 7.0, 0.0]
+    (gradient,) = torch.autograd.grad((last * torch.tensor([2.0, 3.0, 4.0, 5.0])).sum(), values)
+    assert gradient.tolist() == [2.0, 0, 0, 0, 0, 0, 0, 4.0, 0, 0, 0, 0]
+
+
 def sums_and_gradient(size: int, values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rank = dist.get_rank() if size > 1 else 0
     micro_batch = pack_row(
@@ -266,7 +280,8 @@ def test_rows_on_a_device_equal_those_on_the_cpu_and_nothing_waits():
             torch.cuda.set_sync_debug_mode("default")
         for micro_batch, total, weight in zip(micro_batches, sums, weights, strict=True):
             assert micro_batch.device.type == "cuda"
-            for name in ("input_ids", "position_ids", "labels", "document_ids", "predicted", "owned_documents"):
+            names = ("input_ids", "position_ids", "labels", "document_ids", "predicted", "owned_documents", "last_response")
+            for name in names:
                 assert torch.equal(getattr(micro_batch, name).cpu(), getattr(expected, name)), name
             for name in ("response_mask", "number", "rewards", "group_ids"):
                 assert torch.equal(micro_batch[name].cpu(), expected[name]), name
