@@ -19,7 +19,13 @@ from lightning_rl_engines.strategies.accumulator import MetricAccumulator
 from lightning_rl_engines.strategies.global_batch import GlobalBatch, describe, plan_batch
 
 LossFunction: TypeAlias = Callable[[TokenOutputs, MicroBatch], LossOutput]
-"""Maps the outputs of a micro-batch to local sums; may carry ``required_columns``, names it reads."""
+"""Maps the outputs of a micro-batch to local sums.
+
+It may carry ``required_columns``, names it reads; ``groups_share_rows``, true where it needs the documents of equal
+``group_ids`` in one row; and ``check_documents``, a method that raises ``ValueError`` for a global batch that it cannot
+use, with ``checked_columns``, the per-document columns that it wants to see: ``name -> list`` over all data ranks,
+and always ``response_lengths``.
+"""
 
 GroupName: TypeAlias = Literal["data", "sequence", "world"]
 
@@ -186,7 +192,8 @@ class Engine(ABC):
             raise ValueError("loss_fn=None needs forward_only=True; pass a loss, such as PolicyLoss().")
         self.to("device", model=model)
         experience = experience.to("cpu")  # rows are cut on the host; Lightning may have moved the batch
-        batch = self._plan(model, experience, loss_fn, temperature, max_tokens_per_micro_batch, balance)
+        call = f"forward_only={forward_only}, calculate_entropy={calculate_entropy}"
+        batch = self._plan(model, experience, loss_fn, temperature, max_tokens_per_micro_batch, balance, call)
         metrics = MetricAccumulator(batch.denominators)
         columns: dict[str, Tensor] = {}
         for index, row in enumerate(batch.rows):
@@ -323,6 +330,7 @@ class Engine(ABC):
         temperature: float | str,
         budget: int | None,
         balance: bool,
+        call: str,
     ) -> GlobalBatch:
         description = describe(
             experience,
@@ -330,7 +338,8 @@ class Engine(ABC):
             vocab_size=cast(TokenModel, model).config.get_text_config().vocab_size,
             temperature=temperature,
             required_columns=getattr(loss_fn, "required_columns", ()),
-            settings=f"max_tokens_per_micro_batch={budget}, temperature={temperature!r}, balance={balance}",
+            settings=f"max_tokens_per_micro_batch={budget}, temperature={temperature!r}, balance={balance}, {call}",
+            checked_columns=getattr(loss_fn, "checked_columns", ()),
         )
         return plan_batch(
             experience,
@@ -342,6 +351,8 @@ class Engine(ABC):
             multiple_of=self.sequence_parallel_size,
             move=balance and self.data_parallel_size > 1,
             cost=cast(TokenModel, model).document_cost,
+            groups_share_rows=getattr(loss_fn, "groups_share_rows", False),
+            check=getattr(loss_fn, "check_documents", None),
         )
 
     def _pack(self, experience: Experience, row: tuple[int, ...]) -> MicroBatch:

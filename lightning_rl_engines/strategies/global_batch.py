@@ -4,8 +4,8 @@ Every rank describes its documents in a few numbers; one all-gather of these des
 plan and the same global counts, and every error is raised by all ranks together.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class Description:
     lengths: tuple[int, ...] = ()
     response_lengths: tuple[int, ...] = ()
     group_ids: tuple[int, ...] | None = None
+    checked: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     fingerprint: int = 0
     settings: str = ""
@@ -99,8 +100,12 @@ def describe(
     temperature: float | str,
     required_columns: Sequence[str],
     settings: str,
+    checked_columns: Sequence[str] = (),
 ) -> Description:
-    """Check this rank's documents and put them into numbers; never raises for bad data, since peers wait."""
+    """Check this rank's documents and put them into numbers; never raises for bad data, since peers wait.
+
+    ``checked_columns`` are per-document columns among the required ones that a loss wants to see of all ranks.
+    """
     error = _find_error(experience, vocab_size, temperature, required_columns)
     if error is not None:
         return Description(data_rank=data_rank, error=error)
@@ -110,6 +115,7 @@ def describe(
         lengths=experience.lengths,
         response_lengths=experience.response_lengths,
         group_ids=groups,
+        checked={name: tuple(experience[name].tolist()) for name in checked_columns},
         columns=tuple(sorted(experience.column_names)),
         fingerprint=int(experience["input_ids"].sum()) if experience.num_tokens else 0,
         settings=settings,
@@ -200,6 +206,8 @@ def plan_batch(
     multiple_of: int,
     move: bool,
     cost: tuple[float, float],
+    groups_share_rows: bool = False,
+    check: Callable[[Mapping[str, Sequence[Any]]], None] | None = None,
 ) -> GlobalBatch:
     """Agree on the plan and bring the documents to where it wants them.
 
@@ -215,14 +223,27 @@ def plan_batch(
         multiple_of: Rows are padded to a multiple of this.
         move: Let documents change their data rank to balance the load.
         cost: Linear and quadratic cost of a document in its length.
+        groups_share_rows: Keep the documents of equal ``group_ids`` in one row.
+        check: Called with the checked columns and ``response_lengths`` of the global batch, to refuse it.
 
     Raises:
-        ValueError: On all ranks: unusable documents, ranks that do not fit together, a document over the budget.
+        ValueError: On all ranks: unusable documents, ranks that do not fit together, a document over the budget, a
+            group that cannot share a row.
     """
     by_rank = _check(gather(description))
-    lengths = tuple(by_rank[rank].lengths for rank in range(data_size))
+    ordered = [by_rank[rank] for rank in range(data_size)]
+    if check is not None:
+        names = description.checked
+        documents = {name: [value for item in ordered for value in item.checked[name]] for name in names}
+        check({**documents, "response_lengths": [length for item in ordered for length in item.response_lengths]})
     plan = plan_rows(
-        lengths, budget=budget, multiple_of=multiple_of, move=move, linear_cost=cost[0], quadratic_cost=cost[1]
+        [item.lengths for item in ordered],
+        budget=budget,
+        multiple_of=multiple_of,
+        move=move,
+        units=[item.group_ids or () for item in ordered] if groups_share_rows else None,
+        linear_cost=cost[0],
+        quadratic_cost=cost[1],
     )
     rank = description.data_rank
     denominators = _denominators(by_rank)

@@ -280,8 +280,8 @@ def test_rows_on_a_device_equal_those_on_the_cpu_and_nothing_waits():
             torch.cuda.set_sync_debug_mode("default")
         for micro_batch, total, weight in zip(micro_batches, sums, weights, strict=True):
             assert micro_batch.device.type == "cuda"
-            names = ("input_ids", "position_ids", "labels", "document_ids", "predicted", "owned_documents", "last_response")
-            for name in names:
+            fields = ("input_ids", "position_ids", "labels", "document_ids", "predicted")
+            for name in (*fields, "owned_documents", "last_response"):
                 assert torch.equal(getattr(micro_batch, name).cpu(), getattr(expected, name)), name
             for name in ("response_mask", "number", "rewards", "group_ids"):
                 assert torch.equal(micro_batch[name].cpu(), expected[name]), name
