@@ -36,9 +36,10 @@ class GracefulInterrupt(Callback):
     """Ends `fit` at the next batch boundary after SIGINT or SIGTERM, with a checkpoint.
 
     The signal may reach one process or all: whether to stop is agreed by all ranks after every training batch and
-    every validation, in one small all-reduce. All ranks then save ``last.ckpt`` next to the other checkpoints and raise
-    :class:`RunInterrupted`; ``--ckpt_path last`` continues. A second signal ends this process and those it launched at
-    once, even while they wait in a collective.
+    every validation, in one small all-reduce. All ranks then save ``last.ckpt`` next to the other checkpoints and, once
+    the metrics of the batch are logged, raise :class:`RunInterrupted`; ``--ckpt_path last`` continues. A run whose last
+    batch this was ends as usual. A second signal ends this process and those it launched at once, even while they wait
+    in a collective.
 
     Args:
         dirpath: Where to save; by default the folder of the first ``ModelCheckpoint``, else
@@ -55,6 +56,7 @@ class GracefulInterrupt(Callback):
         self.dirpath = dirpath
         self.grace_seconds = grace_seconds
         self._requested = threading.Event()
+        self._stopping: RunInterrupted | None = None
         self._watch: SignalWatch | None = None
 
     @property
@@ -78,13 +80,27 @@ class GracefulInterrupt(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._agreed(trainer):
-            self._stop(trainer)
+        if self._stopping is None and self._agreed(trainer):
+            self._stopping = self._interruption(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._watch is not None and self._agreed(trainer):
-            self._stop(trainer)
+        if self._watch is not None and self._stopping is None and self._agreed(trainer):
+            self._stopping = self._interruption(trainer)
+            if trainer.sanity_checking:
+                raise self._stopping
+
+    # Lightning hands a batch's metrics to the loggers after its hooks, so the end of the run waits for the next hook.
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._stopping is not None:
+            raise self._stopping
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._stopping is not None:
+            raise self._stopping
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,6 +120,7 @@ class GracefulInterrupt(Callback):
         if self._watch is not None:
             return
         self._requested.clear()
+        self._stopping = None
         self._watch = SignalWatch(
             (signal.SIGINT, signal.SIGTERM),
             on_first=lambda: self._first(announce=trainer.is_global_zero),
@@ -126,11 +143,12 @@ class GracefulInterrupt(Callback):
     def _agreed(self, trainer: Trainer) -> bool:
         return trainer.strategy.reduce_boolean_decision(self.requested, all=False)
 
-    def _stop(self, trainer: Trainer) -> None:
+    def _interruption(self, trainer: Trainer) -> RunInterrupted:
+        """Save, and return what to raise. Collective over the world."""
         checkpoint = None
         if not trainer.sanity_checking and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             checkpoint = self._save(trainer)
-        raise RunInterrupted(checkpoint, code=EXIT_CODE if trainer.is_global_zero else 0)
+        return RunInterrupted(checkpoint, code=EXIT_CODE if trainer.is_global_zero else 0)
 
     def _save(self, trainer: Trainer) -> str:
         """Save ``last.ckpt`` on every rank. Collective over the world."""

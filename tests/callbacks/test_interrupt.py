@@ -216,6 +216,12 @@ def test_stops_after_a_validation(tmp_path):
     assert trainer.global_step == 6
 
 
+def test_no_validation_is_started_after_the_request(tmp_path):
+    trainer, interruption = fit(tmp_path, "train", 5)
+    assert torch.load(interruption.checkpoint, weights_only=True)["global_step"] == 6
+    assert trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready == 0
+
+
 def test_nothing_is_saved_in_the_sanity_check(tmp_path):
     _, interruption = fit(tmp_path, "validation", 0)
     assert interruption.checkpoint is None
