@@ -26,6 +26,7 @@ __all__ = [
     "given_hyperparameters",
     "keys_to_ignore_on_save",
     "queue_backward_callback",
+    "reshard_root",
     "revert_weight_conversion",
 ]
 
@@ -54,3 +55,11 @@ def given_hyperparameters() -> dict[str, Any] | None:
 
     given: dict[str, Any] | None = _given_hyperparameters.get()
     return given
+
+
+def reshard_root(model: Any) -> None:
+    """Free a root's gathered parameters; FSDP1 leaves them whole after a forward pass and has no public way back."""
+    handle = getattr(model, "_handle", None)
+    # A unit knows that it is the root from its first forward pass on; before, nothing has been gathered.
+    if handle is not None and model._is_root and handle.uses_sharded_strategy:
+        handle.reshard(free_unsharded_flat_param=True)

@@ -15,8 +15,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,15 +33,15 @@ from lightning_rl_engines.models.huggingface import HFTokenModel, load_hf_model
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.sequence.attention import bind_sequence_parallel, select_kernel
-from lightning_rl_engines.strategies.engine import Engine, GroupName
 from lightning_rl_engines.strategies.launcher import ForkLauncher
 from lightning_rl_engines.strategies.offload import Offloader
 from lightning_rl_engines.strategies.precision import EnginePrecision
+from lightning_rl_engines.strategies.ranks import MeshRanks
 from lightning_rl_engines.strategies.sharding import FSDPLayout, fsdp_layout, shard
 from lightning_rl_engines.strategies.validation import require_divisor, require_engine_models, require_size
 
 
-class FSDPUlyssesStrategy(Engine, FSDPStrategy):
+class FSDPUlyssesStrategy(MeshRanks, FSDPStrategy):
     """FSDP1 around each token model, Ulysses across the ranks that share a row.
 
     Ranks form a mesh of data ranks times ``ulysses_sp_size``; neighbouring ranks share a row. Parameters are sharded
@@ -108,7 +107,6 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
         self.offload_optimizer = offload_optimizer
         self.defer_gradient_sync = defer_gradient_sync
         self._offloader = Offloader()
-        self._mesh: DeviceMesh | None = None
         self._layout: FSDPLayout | None = None
 
     # ---- Lightning: processes, precision, data ----
@@ -223,69 +221,10 @@ class FSDPUlyssesStrategy(Engine, FSDPStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
 
-    # ---- engine: ranks ----
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """Data ranks times sequence ranks, axes ``dp`` and ``sp``.
-
-        Raises:
-            RuntimeError: The processes are not set up yet.
-        """
-        if self._mesh is None:
-            raise RuntimeError("The strategy has no ranks yet: they exist once the Trainer runs.")
-        return self._mesh
-
-    @property
-    @override
-    def data_parallel_size(self) -> int:
-        return self.mesh["dp"].size()
-
-    @property
-    @override
-    def data_parallel_rank(self) -> int:
-        return self.mesh["dp"].get_local_rank()
-
-    @property
-    @override
-    def data_parallel_group(self) -> ProcessGroup | None:
-        return self.mesh["dp"].get_group() if self.data_parallel_size > 1 else None
-
-    @property
-    @override
-    def sequence_parallel_size(self) -> int:
-        return self.ulysses_sp_size
-
-    @property
-    @override
-    def sequence_parallel_rank(self) -> int:
-        return self.mesh["sp"].get_local_rank()
-
-    @property
-    @override
-    def sequence_parallel_group(self) -> ProcessGroup | None:
-        return self.mesh["sp"].get_group() if self.ulysses_sp_size > 1 else None
-
     @property
     @override
     def compute_device(self) -> torch.device:
         return self.root_device
-
-    @override
-    def all_gather_objects(self, item: Any, group: GroupName = "world") -> list[Any]:
-        groups = {"data": self.data_parallel_group, "sequence": self.sequence_parallel_group}
-        if (group == "world" and self.world_size == 1) or (group != "world" and groups[group] is None):
-            return [item]
-        chosen = dist.group.WORLD if group == "world" else groups[group]
-        results: list[Any] = [None] * dist.get_world_size(chosen)
-        dist.all_gather_object(results, item, group=chosen)
-        return results
-
-    @override
-    def _sum_over_sequence(self, tensor: Tensor) -> None:
-        group = self.sequence_parallel_group
-        if group is not None:
-            dist.all_reduce(tensor, group=group)
 
     # ---- engine: models ----
 

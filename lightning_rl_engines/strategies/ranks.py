@@ -1,0 +1,78 @@
+"""Where a rank stands: a mesh of data ranks times sequence ranks."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_rl_engines.strategies.engine import Engine, GroupName
+
+
+class MeshRanks(Engine):
+    """The part of an engine that a mesh with the axes ``dp`` and ``sp`` answers; set ``_mesh`` at set-up."""
+
+    _mesh: DeviceMesh | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Data ranks times sequence ranks, axes ``dp`` and ``sp``.
+
+        Raises:
+            RuntimeError: The processes are not set up yet.
+        """
+        if self._mesh is None:
+            raise RuntimeError("The strategy has no ranks yet: they exist once the Trainer runs.")
+        return self._mesh
+
+    @property
+    @override
+    def data_parallel_size(self) -> int:
+        return self.mesh["dp"].size()
+
+    @property
+    @override
+    def data_parallel_rank(self) -> int:
+        return self.mesh["dp"].get_local_rank()
+
+    @property
+    @override
+    def data_parallel_group(self) -> ProcessGroup | None:
+        return self.mesh["dp"].get_group() if self.data_parallel_size > 1 else None
+
+    @property
+    @override
+    def sequence_parallel_size(self) -> int:
+        return self.mesh["sp"].size()
+
+    @property
+    @override
+    def sequence_parallel_rank(self) -> int:
+        return self.mesh["sp"].get_local_rank()
+
+    @property
+    @override
+    def sequence_parallel_group(self) -> ProcessGroup | None:
+        return self.mesh["sp"].get_group() if self.sequence_parallel_size > 1 else None
+
+    @override
+    def all_gather_objects(self, item: Any, group: GroupName = "world") -> list[Any]:
+        groups = {
+            "world": dist.group.WORLD if self.mesh.size() > 1 else None,
+            "data": self.data_parallel_group,
+            "sequence": self.sequence_parallel_group,
+        }
+        chosen = groups[group]
+        if chosen is None:
+            return [item]
+        results: list[Any] = [None] * dist.get_world_size(chosen)
+        dist.all_gather_object(results, item, group=chosen)
+        return results
+
+    @override
+    def _sum_over_sequence(self, tensor: Tensor) -> None:
+        group = self.sequence_parallel_group
+        if group is not None:
+            dist.all_reduce(tensor, group=group)

@@ -1,0 +1,139 @@
+"""Off-load: training is bit for bit the same, nothing multiplies, and what is off-loaded is off the device."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rl_engines import ModelConfig, PolicyLoss
+from lightning_rl_engines.strategies.offload import HostBuffers
+from tests.strategies.reference import Documents, make_documents
+from tests.support import run_workers
+from tests.support.engine import EngineModule, share, with_engine
+from tests.support.models import tiny_model_folder
+
+
+def bytes_on_device(tensors: Any) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def storages() -> int:
+    """Live storages with memory, by data pointer."""
+    gc.collect()
+    found = (item for item in gc.get_objects() if isinstance(item, Tensor) and not item.is_meta)
+    return len({item.untyped_storage().data_ptr() for item in found if item.untyped_storage().nbytes()})
+
+
+def state_tensors(optimizer: Any) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def train(folder: str, documents: Documents, cycles: int, **strategy: Any) -> Any:
+    """AdamW over some cycles of inference, training and export; weights, and what was on the device in between."""
+    notes: dict[str, Any] = {"storages": [], "parameter_bytes": [], "state_bytes": [], "scalars": []}
+
+    def body(module: EngineModule) -> Any:
+        engine: Any = module.engine
+        optimizer = torch.optim.AdamW(module.policy.parameters(), 1e-2)
+        mine = share(range(documents.size), engine.data_parallel_rank, engine.data_parallel_size)
+        experience = documents.experience(mine)
+        for _ in range(cycles):
+            with engine.eval_mode(module.policy):
+                engine.infer_batch(module.policy, experience)
+            with engine.train_mode(module.policy, optimizer):
+                engine.train_batch(module.policy, optimizer, experience, PolicyLoss(), max_grad_norm=0.1)
+            weights = dict(engine.get_per_tensor_param(module.policy))
+            notes["parameter_bytes"].append(bytes_on_device(module.policy.parameters()))
+            notes["state_bytes"].append(bytes_on_device([t for t in state_tensors(optimizer) if t.dim()]))
+            notes["scalars"].append([float(t) for t in state_tensors(optimizer) if not t.dim()][:1])
+            notes["storages"].append(storages())
+        # Outside the contexts, too, a call finds its parameters.
+        columns = engine.infer_batch(module.policy, experience).columns
+        return weights, columns, notes
+
+    return with_engine(body, ModelConfig(path=folder), **strategy)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {}), (2, {"fsdp_size": 1}), (4, {"ulysses_sp_size": 2})])
+def test_training_with_offload_is_bit_equal_and_frees_the_device(world: int, layout: dict[str, Any]) -> None:
+    folder = str(tiny_model_folder("llama_tied"))
+    documents = make_documents(folder, vocabulary=64)
+    plain = run_workers(world, train, folder, documents, 6, **layout)
+    moved = run_workers(world, train, folder, documents, 6, offload_param=True, offload_optimizer=True, **layout)
+    for (weights, columns, before), (other_weights, other_columns, after) in zip(plain, moved, strict=True):
+        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+        assert all(torch.equal(columns[name], other_columns[name]) for name in columns)
+        assert all(count > 0 for count in (*before["parameter_bytes"], *before["state_bytes"]))
+        assert after["parameter_bytes"] == [0] * 6
+        assert after["state_bytes"] == [0] * 6
+        assert after["scalars"] == [[1.0], [2.0], [3.0], [4.0], [5.0], [6.0]]
+        assert len(set(after["storages"][1:])) == 1
+
+
+def move_by_hand(folder: str, documents: Documents) -> None:
+    def body(module: EngineModule) -> None:
+        engine: Any = module.engine
+        experience = documents.experience(list(range(documents.size)))
+        model = module.policy
+        with engine.train_mode(model):
+            engine.forward_backward_batch(model, experience, PolicyLoss())
+            before = {name: item.clone() for name, item in engine.get_per_tensor_grad(model)}
+            weights = {name: item.clone() for name, item in engine.get_per_tensor_param(model)}
+            for _ in range(2):
+                engine.to("cpu", model=model, grad=model)
+            assert bytes_on_device(model.parameters()) == 0
+            assert bytes_on_device([p.grad for p in model.parameters() if p.grad is not None]) == 0
+            for _ in range(2):
+                engine.to("device", model=model, grad=model)
+            after = dict(engine.get_per_tensor_grad(model))
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            restored = dict(engine.get_per_tensor_param(model))
+            assert all(torch.equal(weights[name], restored[name]) for name in weights)
+            # An export from the host leaves the parameters there, also one that stops half-way.
+            engine.to("cpu", model=model)
+            stream = engine.get_per_tensor_param(model)
+            next(stream)
+            stream.close()
+            assert bytes_on_device(model.parameters()) == 0
+        with pytest.raises(ValueError, match="device='tpu'"):
+            engine.to("tpu", model=model)
+
+    with_engine(body, ModelConfig(path=folder))
+
+
+def test_moving_by_hand_is_idempotent_and_keeps_gradients() -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    run_workers(1, move_by_hand, folder, documents)
+    run_workers(2, move_by_hand, folder, documents)
+
+
+def test_views_share_a_buffer_and_buffers_are_reused() -> None:
+    base = torch.arange(12.0)
+    views = [base[:5], base[5:], base.view(3, 4)]
+    buffers = HostBuffers()
+    buffers.offload(views)
+    assert base.untyped_storage().nbytes() == 0
+    assert buffers.offloaded
+    buffers.load()
+    assert torch.equal(base, torch.arange(12.0))
+    kept = [item.data_ptr() for item in buffers._free[48]]
+    buffers.offload([base])
+    buffers.offload([base])
+    buffers.load()
+    buffers.load()
+    assert torch.equal(views[2], torch.arange(12.0).view(3, 4))
+    assert [item.data_ptr() for item in buffers._free[48]] == kept
+
+
+@pytest.mark.cuda
+def test_offload_frees_cuda_memory() -> None:
+    weight = torch.ones(64 * 2**20, device="cuda")
+    before = torch.cuda.memory_allocated()
+    buffers = HostBuffers()
+    buffers.offload([weight])
+    assert torch.cuda.memory_allocated() <= before - 250 * 2**20
+    buffers.load()
+    assert float(weight.sum()) == weight.numel()
