@@ -9,6 +9,7 @@ from lightning_rl_engines.algorithms.advantages import (
 )
 from lightning_rl_engines.algorithms.aggregation import AggregationMode, aggregate, check_aggregation, masked
 from lightning_rl_engines.algorithms.filters import overlong_penalty, zero_variance_groups
+from lightning_rl_engines.algorithms.gae import gae, kl_penalty_rewards, outcome_rewards
 from lightning_rl_engines.algorithms.kl import KLEstimator, kl_estimate
 from lightning_rl_engines.algorithms.losses import (
     CISPOLoss,
@@ -22,6 +23,7 @@ from lightning_rl_engines.algorithms.losses import (
     ValueLoss,
 )
 from lightning_rl_engines.algorithms.outputs import Denominator, LossOutput, MetricReduction, TokenOutputs
+from lightning_rl_engines.algorithms.whitening import Moments, global_moments, whiten
 
 __all__ = [
     "Advantage",
@@ -34,6 +36,7 @@ __all__ = [
     "KLEstimator",
     "LossOutput",
     "MetricReduction",
+    "Moments",
     "PolicyInputs",
     "PolicyLoss",
     "PolicyLossBase",
@@ -46,8 +49,13 @@ __all__ = [
     "ValueLoss",
     "aggregate",
     "check_aggregation",
+    "gae",
+    "global_moments",
     "kl_estimate",
+    "kl_penalty_rewards",
     "masked",
+    "outcome_rewards",
     "overlong_penalty",
+    "whiten",
     "zero_variance_groups",
 ]
