@@ -248,7 +248,8 @@ class RLModule(LightningModule):
         )
         metrics = dict(output.metrics)
         skipped = metrics.pop("skipped_step") > 0
-        self._count_skipped(skipped)
+        # While fp16 looks for its loss scale, a skipped step is part of the search.
+        self._count_skipped(skipped and metrics.get("loss_scale", 1.0) <= 1.0)
         if scheduler is not None and not skipped:
             scheduler.step()
         return {**metrics, "skipped_steps": float(skipped), "lr": learning_rate}

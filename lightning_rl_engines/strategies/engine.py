@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -11,39 +11,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_rl_engines.algorithms.outputs import LossOutput, TokenOutputs
+from lightning_rl_engines.algorithms.outputs import TokenOutputs
 from lightning_rl_engines.models.config import DTypeName, ModelConfig
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.sequence import Experience, MicroBatch, pack_row, return_columns
 from lightning_rl_engines.strategies.accumulator import MetricAccumulator
 from lightning_rl_engines.strategies.global_batch import GlobalBatch, describe, plan_batch
+from lightning_rl_engines.strategies.loss_scale import LossScale
+from lightning_rl_engines.strategies.passes import BatchOutput, LossFunction, collect, connected, module_mode
 
-LossFunction: TypeAlias = Callable[[TokenOutputs, MicroBatch], LossOutput]
-"""Maps the outputs of a micro-batch to local sums.
-
-It may carry ``required_columns``, names it reads; ``groups_share_rows``, true where it needs the documents of equal
-``group_ids`` in one row; and ``check_documents``, a method that raises ``ValueError`` for a global batch that it cannot
-use, with ``checked_columns``, the per-document columns that it wants to see: ``name -> list`` over all data ranks,
-and always ``response_lengths``.
-"""
+_Forward: TypeAlias = Callable[[MicroBatch], TokenOutputs]
 
 GroupName: TypeAlias = Literal["data", "sequence", "world"]
-
-
-@dataclass(frozen=True)
-class BatchOutput:
-    """Result of one pass over a batch.
-
-    Attributes:
-        loss: The global loss, the same number on every rank; ``None`` without a loss function.
-        metrics: Global metrics by name, the same on every rank.
-        columns: ``log_probs``, ``entropy`` and ``values`` where computed without gradients: fp32 host tensors of shape
-            ``[tokens]``, in the order and alignment of the experience that was passed.
-    """
-
-    loss: float | None
-    metrics: dict[str, float] = field(default_factory=dict)
-    columns: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Engine(ABC):
@@ -155,6 +134,11 @@ class Engine(ABC):
     def _sum_over_sequence(self, tensor: Tensor) -> None:
         """Sum a host tensor over the ranks of a row, in place."""
 
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Scale of the loss in fp16; ``None`` where gradients need none."""
+        return None
+
     # ---- what engines share ----
 
     def forward_backward_batch(
@@ -196,35 +180,54 @@ class Engine(ABC):
         batch = self._plan(model, experience, loss_fn, temperature, max_tokens_per_micro_batch, balance, call)
         metrics = MetricAccumulator(batch.denominators)
         columns: dict[str, Tensor] = {}
-        for index, row in enumerate(batch.rows):
-            micro_batch = self._pack(batch.experience, row)
-            last = index == len(batch.rows) - 1
-            if forward_only:
-                with torch.no_grad():
-                    outputs = model(micro_batch, calculate_entropy=calculate_entropy, temperature=temperature)
-                    if loss_fn is not None:
-                        metrics.add(loss_fn(outputs, micro_batch))
-                _collect(columns, outputs, micro_batch, batch.experience.num_tokens)
-                continue
-            with self._gradient_sync(model, last=last):
-                outputs = model(micro_batch, calculate_entropy=calculate_entropy, temperature=temperature)
-                result = cast(LossFunction, loss_fn)(outputs, micro_batch)
-                metrics.add(result)
-                scale = self._gradient_scale(model) / batch.denominators[result.denominator]
-                (_connected(result.total, outputs) * scale).backward()
-        for column in columns.values():
-            self._sum_over_sequence(column)
-        if batch.journey is not None and columns:
-            columns = return_columns(
-                columns,
-                origin=batch.journey.origin,
-                received_lengths=batch.experience.lengths,
-                destinations=batch.journey.destinations,
-                lengths=batch.journey.lengths,
-                group=self.data_parallel_group,
-            )
+        forward = partial(model, calculate_entropy=calculate_entropy, temperature=temperature)
+        if forward_only:
+            columns = self._infer_rows(forward, batch, loss_fn, metrics)
+        else:
+            self._train_rows(model, forward, batch, cast(LossFunction, loss_fn), metrics)
         found = metrics.finish(self.all_gather_objects)
         return BatchOutput(found.get("loss"), found, columns)
+
+    def _train_rows(
+        self, model: nn.Module, forward: _Forward, batch: GlobalBatch, loss_fn: LossFunction, metrics: MetricAccumulator
+    ) -> None:
+        """Forward and backward pass of each row."""
+        scaling = nullcontext() if self.loss_scale is None else self.loss_scale.applied(model.parameters())
+        factor = self._gradient_scale(model) * (1.0 if self.loss_scale is None else self.loss_scale.value)
+        with scaling:
+            for index, row in enumerate(batch.rows):
+                micro_batch = self._pack(batch.experience, row)
+                with self._gradient_sync(model, last=index == len(batch.rows) - 1):
+                    outputs = forward(micro_batch)
+                    result = loss_fn(outputs, micro_batch)
+                    metrics.add(result)
+                    scale = factor / batch.denominators[result.denominator]
+                    (connected(result.total, outputs) * scale).backward()
+
+    @torch.no_grad()
+    def _infer_rows(
+        self, forward: _Forward, batch: GlobalBatch, loss_fn: LossFunction | None, metrics: MetricAccumulator
+    ) -> dict[str, Tensor]:
+        """Forward pass of each row; per-token results in the order of the experience that was passed."""
+        columns: dict[str, Tensor] = {}
+        for row in batch.rows:
+            micro_batch = self._pack(batch.experience, row)
+            outputs = forward(micro_batch)
+            if loss_fn is not None:
+                metrics.add(loss_fn(outputs, micro_batch))
+            collect(columns, outputs, micro_batch, batch.experience.num_tokens)
+        for column in columns.values():
+            self._sum_over_sequence(column)
+        if batch.journey is None or not columns:
+            return columns
+        return return_columns(
+            columns,
+            origin=batch.journey.origin,
+            received_lengths=batch.experience.lengths,
+            destinations=batch.journey.destinations,
+            lengths=batch.journey.lengths,
+            group=self.data_parallel_group,
+        )
 
     def train_batch(
         self,
@@ -255,7 +258,8 @@ class Engine(ABC):
             balance: Let documents change their data rank for the pass.
 
         Returns:
-            The batch's loss and metrics, with ``grad_norm`` before clipping and ``skipped_step`` (0 or 1).
+            The batch's loss and metrics, with ``grad_norm`` before clipping, ``skipped_step`` (0 or 1) and, in fp16,
+            ``loss_scale``.
         """
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={max_grad_norm} must be positive, such as 1.0, or None for no clipping.")
@@ -278,6 +282,9 @@ class Engine(ABC):
         finally:
             optimizer.zero_grad()
         metrics = {**output.metrics, "grad_norm": norm, "skipped_step": float(not finite)}
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = self.loss_scale.value
+            self.loss_scale.update(finite)
         return BatchOutput(output.loss, metrics)
 
     def infer_batch(
@@ -309,7 +316,7 @@ class Engine(ABC):
         At exit, also after an exception, gradients are cleared, the mode is restored, and what the strategy off-loads
         leaves the device.
         """
-        with self._on_device(model, optimizer), _module_mode(model, training=True):
+        with self._on_device(model, optimizer), module_mode(model, training=True):
             try:
                 yield
             finally:
@@ -319,7 +326,7 @@ class Engine(ABC):
     @contextmanager
     def eval_mode(self, model: nn.Module) -> Iterator[None]:
         """Put the model into evaluation mode without gradients, on the device; undone at exit as in training mode."""
-        with self._on_device(model, None), _module_mode(model, training=False), torch.no_grad():
+        with self._on_device(model, None), module_mode(model, training=False), torch.no_grad():
             yield
 
     def _plan(
@@ -364,30 +371,3 @@ class Engine(ABC):
             group=self.sequence_parallel_group,
             device=self.compute_device,
         )
-
-
-def _connected(total: Tensor, outputs: TokenOutputs) -> Tensor:
-    """Tie a loss that reads no output to the graph: ranks must run the same collectives in backward."""
-    if total.requires_grad:
-        return total
-    return total + sum(output.sum() for output in outputs if output is not None) * 0.0
-
-
-def _collect(columns: dict[str, Tensor], outputs: TokenOutputs, micro_batch: MicroBatch, num_tokens: int) -> None:
-    """Write this rank's slots of a row into flat host columns; slots of other ranks stay 0."""
-    indices = micro_batch.token_indices
-    real = indices >= 0
-    for name, values in zip(outputs._fields, outputs, strict=True):
-        if values is not None:
-            column = columns.setdefault(name, torch.zeros(num_tokens))
-            column[indices[real]] = values.detach().float().cpu()[real]
-
-
-@contextmanager
-def _module_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    before = model.training
-    model.train(training)
-    try:
-        yield
-    finally:
-        model.train(before)

@@ -34,6 +34,7 @@ from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.sequence.attention import bind_sequence_parallel, select_kernel
 from lightning_rl_engines.strategies.launcher import ForkLauncher
+from lightning_rl_engines.strategies.loss_scale import LossScale
 from lightning_rl_engines.strategies.offload import Offloader
 from lightning_rl_engines.strategies.precision import EnginePrecision
 from lightning_rl_engines.strategies.ranks import MeshRanks
@@ -181,7 +182,7 @@ class FSDPUlyssesStrategy(MeshRanks, FSDPStrategy):
         if self.defer_gradient_sync and self.precision_plugin.precision != "32-true":
             raise ValueError(
                 f"defer_gradient_sync=True under precision={self.precision_plugin.precision!r} would accumulate "
-                "gradients in bf16; use precision='32-true' or defer_gradient_sync=False."
+                "gradients in half precision; use precision='32-true' or defer_gradient_sync=False."
             )
         if self._reduce_dtype != torch.float32 and self.precision_plugin.precision == "32-true":
             name = str(self._reduce_dtype).removeprefix("torch.")
@@ -318,6 +319,11 @@ class FSDPUlyssesStrategy(MeshRanks, FSDPStrategy):
             )
 
     # ---- engine: gradients ----
+
+    @property
+    @override
+    def loss_scale(self) -> LossScale | None:
+        return self.precision_plugin.loss_scale
 
     @override
     def _gradient_scale(self, model: nn.Module) -> float:

@@ -4,6 +4,7 @@ Every rank describes its documents in a few numbers; one all-gather of these des
 plan and the same global counts, and every error is raised by all ranks together.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ class Description:
     group_ids: tuple[int, ...] | None = None
     checked: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
-    fingerprint: int = 0
+    fingerprints: tuple[int, ...] = ()
     settings: str = ""
     error: str | None = None
 
@@ -117,9 +118,13 @@ def describe(
         group_ids=groups,
         checked={name: tuple(experience[name].tolist()) for name in checked_columns},
         columns=tuple(sorted(experience.column_names)),
-        fingerprint=int(experience["input_ids"].sum()) if experience.num_tokens else 0,
+        fingerprints=tuple(_fingerprint(experience[name]) for name in sorted(experience.column_names)),
         settings=settings,
     )
+
+
+def _fingerprint(column: torch.Tensor) -> int:
+    return zlib.crc32(column.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
 def _find_error(
@@ -159,14 +164,14 @@ def _check(descriptions: Sequence[Description]) -> dict[int, Description]:
     filled = next((rank for rank, item in enumerate(descriptions) if item.lengths), 0)
     for rank, item in enumerate(descriptions):
         first = by_rank.setdefault(item.data_rank, item)
-        if (first.lengths, first.fingerprint, first.response_lengths) != (
-            item.lengths,
-            item.fingerprint,
-            item.response_lengths,
-        ):
+        if (first.lengths, first.columns, first.fingerprints) != (item.lengths, item.columns, item.fingerprints):
+            mine = dict(zip(item.columns, item.fingerprints, strict=True))
+            theirs = dict(zip(first.columns, first.fingerprints, strict=True))
+            other = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
             raise ValueError(
-                f"rank {rank} passed other documents than its sequence peers of data rank {item.data_rank}; ranks "
-                "that share a data rank must work on the same experience (use strategy.distributed_sampler_kwargs)."
+                f"rank {rank} passed other documents than its sequence peers of data rank {item.data_rank}: columns "
+                f"{other} differ; ranks that share a data rank must work on the same experience (use "
+                "strategy.distributed_sampler_kwargs)."
             )
         reference = descriptions[0]
         if item.settings != reference.settings:

@@ -12,7 +12,9 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-SUPPORTED_PRECISIONS = ("32-true", "bf16-mixed")
+from lightning_rl_engines.strategies.loss_scale import LossScale
+
+SUPPORTED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 
 
 class EnginePrecision(FSDPPrecision):
@@ -22,7 +24,9 @@ class EnginePrecision(FSDPPrecision):
     backward pass, keeps buffers such as rotary frequencies in bf16, and reduces gradients in the compute type.
 
     Args:
-        precision: ``"32-true"``, or ``"bf16-mixed"``: fp32 weights and optimizer state, bf16 compute.
+        precision: ``"32-true"``: fp32 throughout. ``"bf16-mixed"``: weights, gradients and optimizer state in fp32,
+            compute in bf16. ``"16-mixed"``: the same with fp16 and a dynamic loss scale. ``"bf16-true"``: weights,
+            gradients, optimizer state and compute in bf16; gradients are reduced in ``reduce_dtype``.
         reduce_dtype: Type that gradients are reduced in.
         clip: Scales the gradients of these parameters to this global norm; the strategy knows how they are sharded.
 
@@ -40,19 +44,23 @@ class EnginePrecision(FSDPPrecision):
             raise MisconfigurationException(
                 f"Trainer(precision={precision!r}) is not supported here; use one of {SUPPORTED_PRECISIONS}."
             )
-        super().__init__(precision)  # type: ignore[arg-type]
+        # torch's ShardedGradScaler knows CUDA only, and asks per rank what the global norm says for all.
+        super().__init__("32-true" if precision == "16-mixed" else precision)  # type: ignore[arg-type]
+        self.precision = precision  # type: ignore[assignment]
+        self.loss_scale = LossScale() if precision == "16-mixed" else None
         self._reduce_dtype = reduce_dtype
         self._clip = clip
 
     @property
     def storage_dtype(self) -> torch.dtype:
         """Type of the weights that the optimizer updates."""
-        return torch.float32
+        return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Type of weights and activations in forward and backward passes."""
-        return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float32
+        names = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
+        return names.get(self.precision, torch.float32)
 
     @property
     @override
@@ -90,6 +98,15 @@ class EnginePrecision(FSDPPrecision):
     @override
     def forward_context(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.loss_scale is None else self.loss_scale.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state_dict)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

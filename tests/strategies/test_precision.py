@@ -1,162 +1,152 @@
-"""What the precision words mean: types of storage, compute, gradients, reduction, optimizer state, buffers, data."""
+"""What each precision word stores, computes, reduces and keeps; and the loss scale of fp16."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import DoublePrecision, FSDPPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
-from typing_extensions import override
 
-from lightning_rl_engines import Experience, FSDPUlyssesStrategy, ModelConfig
+from lightning_rl_engines import LossOutput, ModelConfig, SFTLoss
+from lightning_rl_engines.strategies.loss_scale import LossScale
 from tests.strategies.reference import Documents, make_documents
-from tests.strategies.steps import mine, plain_model, plain_score_loss, score_loss
 from tests.support import run_workers
-from tests.support.lightning_env import make_trainer
-from tests.support.models import reference_log_probs, tiny_model_folder
+from tests.support.engine import EngineModule, share, with_engine
+from tests.support.models import tiny_model_folder
+
+TYPES = {
+    #             weights, compute, gradients, optimizer state
+    "32-true": (torch.float32, torch.float32, torch.float32, torch.float32),
+    "bf16-mixed": (torch.float32, torch.bfloat16, torch.float32, torch.float32),
+    "16-mixed": (torch.float32, torch.float16, torch.float32, torch.float32),
+    "bf16-true": (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+}
 
 
-class Witness(LightningModule):
-    """Trains one step with AdamW and writes down the types it meets."""
+def inspect(documents: Documents) -> Callable[[EngineModule], Any]:
+    """A body that takes one AdamW step and notes the types met on the way."""
+    found: dict[str, Any] = {}
 
-    def __init__(self, config: ModelConfig, documents: Documents) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.config, self.documents = config, documents
-        self.seen: dict[str, Any] = {}
+    def body(module: EngineModule) -> Any:
+        engine: Any = module.engine
+        model = module.policy
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        layer = next(item for item in model.modules() if type(item).__name__ == "LlamaMLP")
+        layer.register_forward_hook(lambda _, inputs, output: found.update(compute=(inputs[0].dtype, output.dtype)))
 
-    @property
-    def engine(self) -> Any:
-        return self.trainer.strategy
+        def loss(outputs: Any, micro_batch: Any) -> LossOutput:
+            found["outputs"] = outputs.log_probs.dtype
+            found["column"] = micro_batch["old_log_probs"].dtype
+            return SFTLoss()(outputs, micro_batch)
 
-    @override
-    def configure_model(self) -> None:
-        if not hasattr(self, "policy"):
-            self.policy = self.engine.build_model(self.config)
+        mine = share(range(documents.size), engine.data_parallel_rank, engine.data_parallel_size)
+        with engine.train_mode(model, optimizer):
+            engine.forward_backward_batch(model, documents.experience(mine), loss)
+            found["gradients"] = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+            gradients = dict(engine.get_per_tensor_grad(model))
+            optimizer.step()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        found["state"] = {value.dtype for value in states if value.dim()}
+        found["weights"] = {p.dtype for p in model.parameters()}
+        found["buffers"] = {b.dtype for b in model.buffers() if b.is_floating_point()}
+        return found, gradients
 
-    @override
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.policy.parameters(), 1e-3)
-
-    @override
-    def training_step(self, batch: Experience, batch_idx: int) -> None:
-        seen = self.seen
-        seen["columns"] = {name: str(batch[name].dtype) for name in batch.column_names}
-        parameters = list(self.policy.parameters())
-        seen["stored"] = {str(item.dtype) for item in parameters}
-        hf = self.policy.hf
-
-        def compute(module: Any, inputs: Any, output: Any) -> None:
-            kinds = [output.dtype, *(item.dtype for item in module.parameters(recurse=False))]
-            seen.setdefault("compute", set()).update(str(kind) for kind in kinds)
-
-        watched = [module for module in hf.modules() if isinstance(module, (torch.nn.Linear, torch.nn.Embedding))]
-        handles = [module.register_forward_hook(compute) for module in watched]
-        mine_ = mine(self.engine, self.documents)
-        seen["log_probs"] = self.engine.infer_batch(self.policy, mine_).columns["log_probs"]
-        self.engine.forward_backward_batch(self.policy, mine_, score_loss)
-        for handle in handles:
-            handle.remove()
-        seen["gradients"] = {str(item.grad.dtype) for item in parameters if item.grad is not None}
-        seen["reduced"] = dict(self.engine.get_per_tensor_grad(self.policy))
-        optimizer = self.optimizers()
-        optimizer.step()
-        states = [value for state in optimizer.optimizer.state.values() for value in state.values() if value.ndim]
-        seen["state"] = {str(value.dtype) for value in states}
-        seen["weights"] = dict(self.engine.get_per_tensor_param(self.policy))
-        seen["buffers"] = {name: item.clone() for name, item in hf.named_buffers()}
+    return body
 
 
-def witness(folder: str, documents: Documents, precision: str, **strategy: Any) -> dict[str, Any]:
-    module = Witness(ModelConfig(path=folder), documents)
-    batch = Experience.from_documents(
-        input_ids=[[1, 2, 3]],
-        response_mask=[[0, 1, 1]],
-        half=[torch.tensor([1, 2, 3], dtype=torch.float16)],
-        single=[[0.1, 0.2, 0.3]],
-        double=[torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)],
-        small=torch.tensor([7], dtype=torch.int32),
-        flag=[True],
-    )
-    trainer = make_trainer(FSDPUlyssesStrategy(**strategy), precision=precision, max_epochs=1)
-    trainer.fit(module, DataLoader([batch] * trainer.world_size, batch_size=None))
-    return module.seen
+def run(folder: str, documents: Documents, precision: str, **strategy: Any) -> Any:
+    return with_engine(inspect(documents), ModelConfig(path=folder), precision=precision, **strategy)
 
 
-def _rounded_by_bfloat16(tensors: dict[str, torch.Tensor]) -> float:
-    """Share of elements that bf16 would have rounded."""
-    flat = torch.cat([item.flatten() for item in tensors.values()])
-    return float((flat.bfloat16().float() != flat).float().mean())
-
-
-@pytest.mark.parametrize(("precision", "compute"), [("32-true", "torch.float32"), ("bf16-mixed", "torch.bfloat16")])
-def test_types_of_weights_compute_gradients_state_buffers_and_columns(precision: str, compute: str) -> None:
+@pytest.mark.parametrize("precision", TYPES)
+def test_each_precision_means_what_it_says(precision: str) -> None:
     folder = str(tiny_model_folder("llama"))
     documents = make_documents(folder, vocabulary=64)
-    model = plain_model(folder)
-    with torch.no_grad():
-        expected = reference_log_probs(model, documents.input_ids)[0]
-    response = torch.cat(documents.response_mask)
-    ranks = run_workers(2, witness, folder, documents, precision)
-    for seen in ranks:
-        assert seen["stored"] == {"torch.float32"}
-        assert seen["compute"] == {compute}
-        assert seen["gradients"] == {"torch.float32"}
-        assert seen["state"] == {"torch.float32"}
-        assert seen["log_probs"].dtype == torch.float32
-        assert _rounded_by_bfloat16(seen["reduced"]) > 0.5
-        assert _rounded_by_bfloat16(seen["weights"]) > 0.5
-        assert seen["columns"] == {
-            "input_ids": "torch.int64",
-            "response_mask": "torch.bool",
-            "half": "torch.float16",
-            "single": "torch.float32",
-            "double": "torch.float64",
-            "small": "torch.int32",
-            "flag": "torch.bool",
-        }
-        assert seen["buffers"].keys() == dict(model.named_buffers()).keys()
-        for name, buffer in model.named_buffers():
-            assert torch.equal(seen["buffers"][name], buffer), name
-    found = torch.cat([seen["log_probs"] for seen in ranks])[response]
-    gap = (found - torch.cat(expected)[response]).abs().max()
-    assert gap < (1e-4 if precision == "32-true" else 0.2)
-    assert (gap > 1e-3) == (precision == "bf16-mixed")
+    weights, compute, gradients, state = TYPES[precision]
+    for world, layout in ((1, {}), (2, {}), (2, {"ulysses_sp_size": 2, "fsdp_size": 1})):
+        for found, _ in run_workers(world, run, folder, documents, precision, **layout):
+            assert found["weights"] == {weights}
+            assert found["compute"] == (compute, compute)
+            assert found["gradients"] == {gradients}
+            assert found["state"] == {state}
+            assert found["buffers"] == {torch.float32}
+            assert found["outputs"] == torch.float32
+            assert found["column"] == torch.float32
 
 
-def test_the_reduction_has_its_own_type() -> None:
+@pytest.mark.parametrize(("precision", "bound"), [("bf16-mixed", 0.05), ("16-mixed", 0.008), ("bf16-true", 0.05)])
+def test_half_precision_gradients_are_near_those_of_fp32(precision: str, bound: float) -> None:
     folder = str(tiny_model_folder("llama"))
     documents = make_documents(folder, vocabulary=64)
-    model = plain_model(folder)
-    plain_score_loss(model, documents).backward()
-    expected = torch.cat([item.grad.flatten() for item in model.parameters()])
-    errors = {}
-    for reduce_dtype in ("float32", "bfloat16"):
-        seen = run_workers(2, witness, folder, documents, "bf16-mixed", reduce_dtype=reduce_dtype)[0]
-        found = torch.cat([seen["reduced"][name].flatten() for name, _ in model.named_parameters()])
-        errors[reduce_dtype] = float((found - expected).norm() / expected.norm())
-        # A sum in bf16 can hold no value that bf16 would round; a sum in fp32 of two bf16 values does.
-        assert (_rounded_by_bfloat16(seen["reduced"]) == 0) == (reduce_dtype == "bfloat16")
-    assert errors["float32"] < 0.05
+    _, exact = run_workers(1, run, folder, documents, "32-true")[0]
+    for _, found in run_workers(2, run, folder, documents, precision):
+        for name, value in exact.items():
+            assert (found[name].float() - value).norm() / value.norm() < bound, name
 
 
-@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")  # Lightning makes one before it asks us
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "bf16-true"])
-def test_other_precisions_are_refused_at_construction(precision: Any) -> None:
-    for strategy in ("fsdp_ulysses", FSDPUlyssesStrategy()):
-        with pytest.raises(MisconfigurationException, match=f"precision='{precision}'.*'32-true', 'bf16-mixed'"):
-            make_trainer(strategy, precision=precision)
+def overflow(folder: str, documents: Documents) -> Any:
+    """fp16: a first loss that overflows on one rank only, then a finite one."""
+
+    def body(module: EngineModule) -> Any:
+        engine: Any = module.engine
+        optimizer: Any = module.optimizers()
+        mine = share(range(documents.size), engine.data_parallel_rank, engine.data_parallel_size)
+        experience = documents.experience(mine)
+        before = dict(engine.get_per_tensor_param(module.policy))
+        factor = 1e8 if engine.data_parallel_rank == 0 else 1.0
+
+        def loss(outputs: Any, micro_batch: Any) -> LossOutput:
+            result = SFTLoss()(outputs, micro_batch)
+            return LossOutput(total=result.total * factor, denominator=result.denominator)
+
+        metrics = [engine.train_batch(module.policy, optimizer, experience, loss).metrics]
+        unchanged = all(torch.equal(before[name], item) for name, item in engine.get_per_tensor_param(module.policy))
+        factor = 1.0
+        metrics.append(engine.train_batch(module.policy, optimizer, experience, loss).metrics)
+        changed = any(not torch.equal(before[n], item) for n, item in engine.get_per_tensor_param(module.policy))
+        return metrics, unchanged, changed, module.trainer.precision_plugin.state_dict()
+
+    return with_engine(body, ModelConfig(path=folder), precision="16-mixed")
 
 
-@pytest.mark.parametrize("precision", ["64-true", "transformer-engine"])
-def test_precisions_that_lightning_denies_to_fsdp_are_refused_at_construction(precision: Any) -> None:
-    with pytest.raises(ValueError, match=f"precision='{precision}'"):
-        make_trainer("fsdp_ulysses", precision=precision)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    for (first, second), unchanged, changed, state in run_workers(2, overflow, folder, documents):
+        assert first["skipped_step"] == 1
+        assert first["loss_scale"] == 2.0**16
+        assert not math.isfinite(first["grad_norm"])
+        assert unchanged
+        assert second["skipped_step"] == 0
+        assert second["loss_scale"] == 2.0**15
+        assert changed
+        assert state == {"value": 2.0**15, "finite_steps": 1}
 
 
-def test_a_foreign_precision_plugin_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"DoublePrecision.*set Trainer\(precision=\.\.\.\)"):
-        FSDPUlyssesStrategy(precision_plugin=DoublePrecision())
-    assert FSDPUlyssesStrategy(precision_plugin=FSDPPrecision("bf16-mixed")).precision_plugin.precision == "bf16-mixed"
+def test_the_loss_scale_grows_after_enough_finite_steps_and_keeps_gradients_true() -> None:
+    scale = LossScale(4.0, growth_interval=2)
+    weight = torch.nn.Parameter(torch.ones(3))
+    for _ in range(2):
+        with scale.applied([weight]):
+            (weight.sum() * scale.value).backward()
+    assert torch.equal(weight.grad, torch.full((3,), 2.0))
+    for finite, expected in ((True, 4.0), (True, 8.0), (True, 8.0), (False, 4.0), (True, 4.0), (True, 8.0)):
+        scale.update(finite)
+        assert scale.value == expected
+    restored = LossScale()
+    restored.load_state_dict(scale.state_dict())
+    assert restored.state_dict() == scale.state_dict()
+
+
+def refused(folder: str, precision: str, config: dict[str, Any], strategy: dict[str, Any]) -> None:
+    with_engine(lambda module: None, ModelConfig(path=folder, **config), precision=precision, **strategy)
+
+
+def test_contradictions_are_refused() -> None:
+    folder = str(tiny_model_folder("llama"))
+    with pytest.raises(Exception, match="contradicts precision='bf16-mixed'"):
+        run_workers(1, refused, folder, "bf16-mixed", {"dtype": "bfloat16"}, {})
+    with pytest.raises(Exception, match="accumulate gradients in half precision"):
+        run_workers(1, refused, folder, "bf16-mixed", {}, {"defer_gradient_sync": True})
+    with pytest.raises(Exception, match="precision='16-true'"):
+        run_workers(1, refused, folder, "16-true", {}, {})
