@@ -3,8 +3,8 @@
 import os
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
 from rich.console import Console, RenderableType
+from tqdm import tqdm
 
 
 def show(trainer: Trainer, item: RenderableType) -> None:
@@ -12,13 +12,10 @@ def show(trainer: Trainer, item: RenderableType) -> None:
     if not trainer.is_global_zero:
         return
     console = Console(highlight=False)
-    bar = trainer.progress_bar_callback
-    if not isinstance(bar, TQDMProgressBar) or not bar.is_enabled:
-        console.print(item)
-        return
     with console.capture() as captured:
         console.print(item)
-    bar.print(captured.get().rstrip("\n"))
+    # Not the bar's own print: it drops the text once the bar is closed, which it is when a run ends.
+    tqdm.write(captured.get().rstrip("\n"))
 
 
 def readable(path: str | os.PathLike[str]) -> str:

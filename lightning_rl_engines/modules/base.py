@@ -150,7 +150,7 @@ class RLModule(LightningModule):
         if self._engine is not None:
             rank_zero_warn(
                 f"{type(self).__name__} was built by another Trainer's strategy and is built anew from its "
-                "configuration; pass ckpt_path=... to go on with trained weights, or keep using the same Trainer."
+                "configuration: it starts over unless ckpt_path=... is given. The same Trainer would go on with it."
             )
             self._updates, self._history, self._skipped_in_a_row = 0, [], 0
         self._optimizers_and_schedulers = None
