@@ -8,6 +8,7 @@ from lightning_rl_engines.algorithms.advantages import (
     RLOOAdvantage,
 )
 from lightning_rl_engines.algorithms.aggregation import AggregationMode, aggregate, check_aggregation, masked
+from lightning_rl_engines.algorithms.corrections import CorrectionResult, CorrectionSums, RolloutCorrection
 from lightning_rl_engines.algorithms.filters import overlong_penalty, zero_variance_groups
 from lightning_rl_engines.algorithms.gae import gae, kl_penalty_rewards, outcome_rewards
 from lightning_rl_engines.algorithms.kl import KLEstimator, kl_estimate
@@ -29,6 +30,8 @@ __all__ = [
     "Advantage",
     "AggregationMode",
     "CISPOLoss",
+    "CorrectionResult",
+    "CorrectionSums",
     "Denominator",
     "DrGRPOAdvantage",
     "GRPOAdvantage",
@@ -43,6 +46,7 @@ __all__ = [
     "RLOOAdvantage",
     "ReinforceLoss",
     "ReinforcePlusPlusAdvantage",
+    "RolloutCorrection",
     "SFTLoss",
     "TokenLoss",
     "TokenOutputs",

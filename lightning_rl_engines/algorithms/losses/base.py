@@ -139,6 +139,9 @@ class PolicyLossBase(TokenLoss):
     the denominators, and entropy and KL terms still act on them. To leave such groups out altogether, select the
     documents that ``zero_variance_groups`` keeps before the update.
 
+    The column ``rollout_weights`` (``algorithms.corrections``), where the experience has it, multiplies the policy term
+    of each token, without gradient; entropy and KL terms are not weighted.
+
     Log-ratios are bounded to +-20 nats (``LOG_RATIO_BOUND``) before they are exponentiated; a token beyond has no
     gradient. Columns in half precision are widened to fp32 first. Nothing outside the response mask, NaN included, has
     any influence.
@@ -234,6 +237,8 @@ class PolicyLossBase(TokenLoss):
             old_log_probs=old,
         )
         values, metrics = self.policy_terms(inputs, micro_batch)
+        if "rollout_weights" in micro_batch:
+            values = values * masked(micro_batch.per_token("rollout_weights"), mask).detach()
         total, denominator = self.aggregate(values, micro_batch)
         metrics = {"policy_loss": (total.detach(), denominator), **metrics}
         total = total + self._entropy_term(outputs, inputs, micro_batch, metrics)
