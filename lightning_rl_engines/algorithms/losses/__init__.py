@@ -11,17 +11,29 @@ from lightning_rl_engines.algorithms.losses.base import (
 )
 from lightning_rl_engines.algorithms.losses.gspo import GSPOLoss
 from lightning_rl_engines.algorithms.losses.policy import CISPOLoss, PolicyLoss, ReinforceLoss, clipped_surrogate
+from lightning_rl_engines.algorithms.losses.preference import (
+    DocumentLoss,
+    DPOLoss,
+    PairLoss,
+    RewardModelLoss,
+    RewardRegressionLoss,
+)
 from lightning_rl_engines.algorithms.losses.sft import SFTLoss
 from lightning_rl_engines.algorithms.losses.value import ValueLoss
 
 __all__ = [
     "CISPOLoss",
+    "DPOLoss",
+    "DocumentLoss",
     "GSPOLoss",
     "Metrics",
+    "PairLoss",
     "PolicyInputs",
     "PolicyLoss",
     "PolicyLossBase",
     "ReinforceLoss",
+    "RewardModelLoss",
+    "RewardRegressionLoss",
     "SFTLoss",
     "TokenLoss",
     "ValueLoss",
