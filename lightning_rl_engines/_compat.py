@@ -61,5 +61,5 @@ def reshard_root(model: Any) -> None:
     """Free a root's gathered parameters; FSDP1 leaves them whole after a forward pass and has no public way back."""
     handle = getattr(model, "_handle", None)
     # A unit knows that it is the root from its first forward pass on; before, nothing has been gathered.
-    if handle is not None and model._is_root and handle.uses_sharded_strategy:
+    if handle is not None and model._is_root and handle.uses_sharded_strategy and not handle.needs_unshard():
         handle.reshard(free_unsharded_flat_param=True)

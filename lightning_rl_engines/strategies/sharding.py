@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from lightning_rl_engines._compat import reshard_root
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,21 @@ def shard(model: nn.Module, units: Iterable[nn.Module], layout: FSDPLayout) -> F
                 _materialize(child, layout.device, memo)
                 setattr(parent, name, layout.wrap(child))
     _materialize(model, layout.device, memo)
-    return layout.wrap(model)
+    root = layout.wrap(model)
+    # FSDP1 leaves the root gathered after a forward pass, and takes that copy for the next one, though the weights may
+    # have changed: a step, or a checkpoint that is loaded, after a pass without gradients.
+    root.register_forward_pre_hook(_reshard_before)
+    root.register_forward_hook(_reshard_after)
+    return root
+
+
+def _reshard_before(root: nn.Module, arguments: Any) -> None:
+    reshard_root(root)
+
+
+def _reshard_after(root: nn.Module, arguments: Any, outputs: Any) -> None:
+    if not torch.is_grad_enabled():
+        reshard_root(root)
 
 
 def _materialize(module: nn.Module, device: torch.device, memo: dict[int, nn.Parameter]) -> None:

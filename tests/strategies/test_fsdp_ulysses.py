@@ -74,8 +74,10 @@ CLASS_PATHS = ("FSDPUlyssesStrategy", "lightning_rl_engines.FSDPUlyssesStrategy"
 
 
 @pytest.fixture(autouse=True)
-def _no_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["prog"])
+    # LightningCLI 2.6 calls a function that jsonargparse has renamed.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 def cli(*args: str) -> LightningCLI:

@@ -66,7 +66,12 @@ def with_engine(
     named = configs if isinstance(configs, dict) else {"policy": configs}
     module = EngineModule(named, body, lr)
     built: Trainer = make_trainer(
-        FSDPUlyssesStrategy(**strategy), precision=precision, max_steps=-1, max_epochs=1, **(trainer or {})
+        FSDPUlyssesStrategy(**strategy),
+        precision=precision,
+        max_steps=-1,
+        max_epochs=1,
+        limit_train_batches=steps,  # sequence peers share samples, so a data rank has more of them than it needs
+        **(trainer or {}),
     )
     built.fit(module, DataLoader(range(steps * built.world_size)))
     return module.result
