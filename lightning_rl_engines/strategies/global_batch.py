@@ -241,15 +241,22 @@ def plan_batch(
         names = description.checked
         documents = {name: [value for item in ordered for value in item.checked[name]] for name in names}
         check({**documents, "response_lengths": [length for item in ordered for length in item.response_lengths]})
-    plan = plan_rows(
-        [item.lengths for item in ordered],
-        budget=budget,
-        multiple_of=multiple_of,
-        move=move,
-        units=[item.group_ids or () for item in ordered] if groups_share_rows else None,
-        linear_cost=cost[0],
-        quadratic_cost=cost[1],
-    )
+    try:
+        plan = plan_rows(
+            [item.lengths for item in ordered],
+            budget=budget,
+            multiple_of=multiple_of,
+            move=move,
+            units=[item.group_ids or () for item in ordered] if groups_share_rows else None,
+            linear_cost=cost[0],
+            quadratic_cost=cost[1],
+        )
+    except ValueError as error:
+        if not groups_share_rows:
+            raise
+        raise ValueError(
+            f"{error}. A unit is a group of equal group_ids here, and balance=True is move=True."
+        ) from None
     rank = description.data_rank
     denominators = _denominators(by_rank)
     if not plan.moves:
