@@ -75,7 +75,7 @@ class RLModule(LightningModule):
         self._optimizers_and_schedulers: tuple[list[Optimizer], list[LRSchedulerTypeUnion]] | None = None
         self._open_schedules: list[WarmupSchedule] = []
         self._updates = 0
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row: dict[int, int] = {}
         self._history: list[dict[str, float]] = []
 
     def save_plain_hyperparameters(self, **arguments: Any) -> None:
@@ -152,7 +152,7 @@ class RLModule(LightningModule):
                 f"{type(self).__name__} was built by another Trainer's strategy and is built anew from its "
                 "configuration: it starts over unless ckpt_path=... is given. The same Trainer would go on with it."
             )
-            self._updates, self._history, self._skipped_in_a_row = 0, [], 0
+            self._updates, self._history, self._skipped_in_a_row = 0, [], {}
         self._optimizers_and_schedulers = None
         self.build_models(engine)
         self._engine = engine
@@ -169,14 +169,19 @@ class RLModule(LightningModule):
 
     @property
     def optimizer_steps_per_batch(self) -> int:
-        """The most optimizer steps that one training batch leads to."""
+        """The most optimizer steps that one training batch leads to, those of all optimizers together."""
         return 1
+
+    def count_optimizer_steps(self) -> list[int | None]:
+        """Return how many steps each optimizer takes in the whole fit; ``None`` where the fit has no limit."""
+        return [total_optimizer_steps(self.trainer, self.optimizer_steps_per_batch)]
 
     @override
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRSchedulerTypeUnion]]:
         """Return the optimizers; a second ``fit`` with the same Trainer goes on with the same ones.
 
-        Schedules of ours without ``total_steps`` get the number of optimizer steps of the whole fit, anew each time.
+        Schedules of ours without ``total_steps`` get the number of their optimizer's steps in the whole fit, anew each
+        time.
         """
         if self._optimizers_and_schedulers is None:
             self._optimizers_and_schedulers = self.build_optimizers()
@@ -186,9 +191,9 @@ class RLModule(LightningModule):
                 if isinstance(scheduler, WarmupSchedule) and scheduler.total_steps is None
             ]
         if self._open_schedules:
-            steps = total_optimizer_steps(self.trainer, self.optimizer_steps_per_batch)
+            steps = dict(zip(map(id, self._optimizers_and_schedulers[0]), self.count_optimizer_steps(), strict=True))
             for scheduler in self._open_schedules:
-                fill_total_steps(scheduler, steps)
+                fill_total_steps(scheduler, steps[id(scheduler.optimizer)])
         return self._optimizers_and_schedulers
 
     @override
@@ -197,12 +202,18 @@ class RLModule(LightningModule):
         for scheduler in self._open_schedules:
             apply_schedule(scheduler)
 
-    def optimizer_and_scheduler(self) -> tuple[Optimizer, LRSchedulerTypeUnion | None]:
-        """Return the only optimizer, in Lightning's wrapper that counts steps, and its scheduler."""
-        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        assert not isinstance(optimizer, list)
-        assert not isinstance(scheduler, list)
-        return cast(Optimizer, optimizer), scheduler
+    def optimizer_and_scheduler(self, index: int = 0) -> tuple[Optimizer, LRSchedulerTypeUnion | None]:
+        """Return an optimizer, in Lightning's wrapper that counts steps, and its scheduler.
+
+        Args:
+            index: Place of the optimizer among those of :meth:`build_optimizers`.
+        """
+        found, schedulers = self.optimizers(), self.lr_schedulers()
+        optimizer: Any = found[index] if isinstance(found, list) else found
+        several = schedulers if isinstance(schedulers, list) else [schedulers]
+        # Not by place: an optimizer without a scheduler leaves no gap in the list.
+        own = [item for item in several if item is not None and item.optimizer is optimizer.optimizer]
+        return cast(Optimizer, optimizer), own[0] if own else None
 
     def optimize(
         self,
@@ -214,6 +225,7 @@ class RLModule(LightningModule):
         scheduler: LRSchedulerTypeUnion | None = None,
         temperature: float | str = 1.0,
         calculate_entropy: bool = False,
+        max_tokens_per_micro_batch: int | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step through the engine, and one of the scheduler unless the step was skipped.
 
@@ -227,6 +239,7 @@ class RLModule(LightningModule):
             scheduler: Stepped after the optimizer.
             temperature: A number, or the name of a column.
             calculate_entropy: Whether the loss needs entropies.
+            max_tokens_per_micro_batch: The most tokens in a row; ``None`` takes the module's.
 
         Returns:
             The loss and its metrics over the global batch, ``grad_norm``, ``skipped_steps`` (0 or 1) and ``lr``.
@@ -243,22 +256,23 @@ class RLModule(LightningModule):
             max_grad_norm=self.max_grad_norm,
             calculate_entropy=calculate_entropy,
             temperature=temperature,
-            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch or self.max_tokens_per_micro_batch,
             balance=self.balance,
         )
         metrics = dict(output.metrics)
         skipped = metrics.pop("skipped_step") > 0
         # While fp16 looks for its loss scale, a skipped step is part of the search.
-        self._count_skipped(skipped and metrics.get("loss_scale", 1.0) <= 1.0)
+        self._count_skipped(model, skipped and metrics.get("loss_scale", 1.0) <= 1.0)
         if scheduler is not None and not skipped:
             scheduler.step()
         return {**metrics, "skipped_steps": float(skipped), "lr": learning_rate}
 
-    def _count_skipped(self, skipped: bool) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row > self.max_skipped_steps:
+    def _count_skipped(self, model: nn.Module, skipped: bool) -> None:
+        count = self._skipped_in_a_row.get(id(model), 0) + 1 if skipped else 0
+        self._skipped_in_a_row[id(model)] = count
+        if count > self.max_skipped_steps:
             raise RuntimeError(
-                f"{self._skipped_in_a_row} optimizer steps in a row were skipped for a non-finite gradient norm, more "
+                f"{count} optimizer steps in a row were skipped for a non-finite gradient norm, more "
                 f"than max_skipped_steps={self.max_skipped_steps} (update {self._updates}, step "
                 f"{self.trainer.global_step}). The weights are those before the first of them; lower the learning "
                 "rate, or look at the rewards and advantages of this batch."

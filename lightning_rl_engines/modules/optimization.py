@@ -1,6 +1,7 @@
 """Optimizers and schedulers from the callables that LightningCLI passes."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from lightning.pytorch import Trainer
@@ -12,17 +13,20 @@ from torch.optim import Optimizer
 from lightning_rl_engines.optim import WarmupSchedule
 
 
-def total_optimizer_steps(trainer: Trainer, steps_per_batch: int) -> int | None:
-    """Return how many optimizer steps the fit will take, or ``None`` when it has no limit.
+def total_optimizer_steps(
+    trainer: Trainer, steps_per_batch: int, share: Callable[[int], int] = lambda steps: steps
+) -> int | None:
+    """Return how many steps an optimizer will take in the fit, or ``None`` when the fit has no limit.
 
     ``Trainer.estimated_stepping_batches`` takes batches for steps; an update may take several. ``max_steps`` counts
-    optimizer steps and holds as it is.
+    the steps of all optimizers.
 
     Args:
         trainer: A trainer that is fitting.
-        steps_per_batch: Optimizer steps per training batch.
+        steps_per_batch: Steps of this optimizer per training batch.
+        share: Turns a number of steps of all optimizers into that of this one; by default it is the only one.
     """
-    limits = [trainer.max_steps] if trainer.max_steps != -1 else []
+    limits = [share(trainer.max_steps)] if trainer.max_steps != -1 else []
     # The property loads the training data, without which the number of batches is not known.
     batches = trainer.estimated_stepping_batches
     if trainer.max_epochs is not None and trainer.max_epochs != -1 and math.isfinite(trainer.num_training_batches):

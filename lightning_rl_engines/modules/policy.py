@@ -1,14 +1,15 @@
 """Critic-free policy optimization: GRPO and its kin."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from typing_extensions import override
 
@@ -21,7 +22,8 @@ from lightning_rl_engines.modules.base import require_at_least
 from lightning_rl_engines.modules.generation import GenerationModule
 from lightning_rl_engines.modules.metrics import Tally, combine_steps
 from lightning_rl_engines.modules.optimization import build_optimizer
-from lightning_rl_engines.modules.samples import build_experience, score
+from lightning_rl_engines.modules.reference import find_reference
+from lightning_rl_engines.modules.samples import build_experience, score, shared_temperature
 from lightning_rl_engines.modules.selection import GlobalColumns, gather_columns, select_mask
 from lightning_rl_engines.rollout.base import Prompt, RolloutEngine
 from lightning_rl_engines.sequence.experience import Experience
@@ -143,12 +145,13 @@ class PolicyModule(GenerationModule):
             require_at_least(name, value, 1, 1)
         self.loss = loss
         self.advantage = advantage
-        self.reference_config = _reference_config(reference, policy, loss, rollout)
+        needed = isinstance(loss, PolicyLossBase) and loss.needs_reference
+        self.reference_config = find_reference(reference, policy, rollout, needed=needed)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.mini_batches = mini_batches
         self.update_epochs = update_epochs
-        self.temperature = _temperature(temperature, rollout)
+        self.temperature = shared_temperature(temperature, rollout)
         self.filter_zero_variance = filter_zero_variance
         self.dynamic_sampling = dynamic_sampling
         self.max_sampling_rounds = max_sampling_rounds
@@ -205,10 +208,9 @@ class PolicyModule(GenerationModule):
             )
             return
         tally = collected.tally
-        experience = self.add_advantages(experience, columns, tally)
-        experience = self.add_log_probs(experience, tally)
+        experience = self.prepare(experience, columns, tally)
         steps = self.update(experience, columns)
-        metrics = {**self._means(tally), **combine_steps(steps)}
+        metrics = {**self._means(tally), **steps}
         metrics["tokens_per_second"] = self.tokens_per_second(experience, collected.started)
         if self.dynamic_sampling:
             metrics["sampling_rounds"] = float(collected.rounds)
@@ -260,9 +262,9 @@ class PolicyModule(GenerationModule):
     def _select(self, experience: Experience, collected: _Collected) -> tuple[Experience, GlobalColumns] | None:
         """Return the documents to train on with the columns of all ranks, or ``None`` to sample on."""
         filtered = self.filter_zero_variance or self.dynamic_sampling
-        needed = ("rewards", "group_ids") if filtered or "advantages" not in experience else ()
+        needed = ("rewards", "group_ids") if filtered else self.columns_for_advantages(experience)
         columns = gather_columns(self.engine, experience, needed)
-        if needed and collected.rounds == 1:
+        if "group_ids" in needed and collected.rounds == 1:
             collected.target = columns.num_groups
             signal = columns.signal()
             groups = columns.keep(signal).num_groups
@@ -277,6 +279,14 @@ class PolicyModule(GenerationModule):
             collected.experience = selection
             return None
         return selection, kept
+
+    def columns_for_advantages(self, experience: Experience) -> tuple[str, ...]:
+        """Return the per-document columns that advantages are computed from; none where the experience has them."""
+        return () if "advantages" in experience else ("rewards", "group_ids")
+
+    def prepare(self, experience: Experience, columns: GlobalColumns, tally: Tally) -> Experience:
+        """Add the columns that the optimizer steps need. Collective over the world."""
+        return self.add_log_probs(self.add_advantages(experience, columns, tally), tally)
 
     def add_advantages(self, experience: Experience, columns: GlobalColumns, tally: Tally) -> Experience:
         """Add the column ``advantages`` unless it is there, from the rewards of all ranks. No communication."""
@@ -295,7 +305,7 @@ class PolicyModule(GenerationModule):
         mask = experience.response_mask_host
         if "old_log_probs" not in experience:
             if self.recompute_old_log_probs:
-                columns = self._infer(self.policy, experience, calculate_entropy=True)
+                columns = self.infer(self.policy, experience, calculate_entropy=True)
                 experience = experience.with_token_columns(old_log_probs=columns["log_probs"])
                 tally.add_tokens("entropy", columns["entropy"], mask)
                 if "rollout_log_probs" in experience:
@@ -305,48 +315,66 @@ class PolicyModule(GenerationModule):
             elif "rollout_log_probs" in experience:
                 experience = experience.with_token_columns(old_log_probs=experience["rollout_log_probs"])
         if self.reference is not None and "ref_log_probs" not in experience:
-            columns = self._infer(self.reference, experience, calculate_entropy=False)
+            columns = self.infer(self.reference, experience)
             experience = experience.with_token_columns(ref_log_probs=columns["log_probs"])
         return experience
 
-    def _infer(self, model: TokenModel, experience: Experience, *, calculate_entropy: bool) -> dict[str, Any]:
+    def infer(
+        self,
+        model: TokenModel,
+        experience: Experience,
+        *,
+        calculate_entropy: bool = False,
+        max_tokens_per_micro_batch: int | None = None,
+    ) -> dict[str, Tensor]:
+        """Return a model's per-token columns, without gradients. Collective over the world.
+
+        Args:
+            model: The model.
+            experience: This data rank's documents, with a column ``temperature``.
+            calculate_entropy: Compute entropies.
+            max_tokens_per_micro_batch: The most tokens in a row; ``None`` takes the module's.
+        """
         with self.engine.eval_mode(model):
             output = self.engine.infer_batch(
                 model,
                 experience,
                 calculate_entropy=calculate_entropy,
                 temperature="temperature",
-                max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+                max_tokens_per_micro_batch=max_tokens_per_micro_batch or self.max_tokens_per_micro_batch,
                 balance=self.balance,
             )
         return output.columns
 
-    def update(self, experience: Experience, columns: GlobalColumns) -> list[dict[str, float]]:
+    def update(self, experience: Experience, columns: GlobalColumns) -> dict[str, float]:
         """Take the optimizer steps of one update. Collective over the world.
 
         Returns:
-            The metrics of each step.
+            The metrics of the steps as one row.
         """
         optimizer, scheduler = self.optimizer_and_scheduler()
-        # No rank has a document left for further parts, and a step without any document is none.
-        parts = min(self.mini_batches, max(columns.counts))
-        steps = []
         self._rollout_stale = True
         with self.engine.train_mode(self.policy, optimizer):
-            for epoch in range(self.update_epochs):
-                for part in experience.mini_batches(parts, self._shuffle(epoch) if parts > 1 else None):
-                    steps.append(
-                        self.optimize(
-                            self.policy,
-                            optimizer,
-                            part,
-                            self.loss,
-                            scheduler=scheduler,
-                            temperature="temperature",
-                            calculate_entropy=isinstance(self.loss, PolicyLossBase) and self.loss.needs_entropy,
-                        )
-                    )
-        return steps
+            steps = [
+                self.optimize(
+                    self.policy,
+                    optimizer,
+                    part,
+                    self.loss,
+                    scheduler=scheduler,
+                    temperature="temperature",
+                    calculate_entropy=isinstance(self.loss, PolicyLossBase) and self.loss.needs_entropy,
+                )
+                for part in self.parts(experience, columns)
+            ]
+        return combine_steps(steps)
+
+    def parts(self, experience: Experience, columns: GlobalColumns) -> Iterator[Experience]:
+        """Yield what each optimizer step of an update works on: ``update_epochs`` times ``mini_batches`` parts."""
+        # No rank has a document left for further parts, and a step without any document is none.
+        count = min(self.mini_batches, max(columns.counts))
+        for epoch in range(self.update_epochs):
+            yield from experience.mini_batches(count, self._shuffle(epoch) if count > 1 else None)
 
     def _shuffle(self, epoch: int) -> torch.Generator:
         # The same on the ranks of one row, another one in each pass, and the same again in a resumed run.
@@ -355,37 +383,3 @@ class PolicyModule(GenerationModule):
 
     def _means(self, tally: Tally) -> dict[str, float]:
         return Tally.means(self.engine.all_gather_objects(tally, "data"))
-
-
-def _reference_config(
-    reference: Literal["auto"] | ModelConfig | None,
-    policy: ModelConfig,
-    loss: PolicyLossBase | Callable,
-    rollout: RolloutEngine | None,
-) -> ModelConfig | None:
-    needed = isinstance(loss, PolicyLossBase) and loss.needs_reference
-    if reference == "auto":
-        return policy if needed else None
-    if isinstance(reference, ModelConfig):
-        return reference
-    if reference is not None:
-        raise ValueError(f"reference={reference!r} is unknown; use 'auto', a ModelConfig or None.")
-    if needed and rollout is not None:
-        # Recorded experiences may bring ref_log_probs along; sampled ones never do.
-        raise ValueError("reference=None leaves the KL term of the loss without a reference; use 'auto', or kl_coef=0.")
-    return None
-
-
-def _temperature(temperature: float | None, rollout: RolloutEngine | None) -> float:
-    # A user's rollout engine may have no temperature, or one per prompt.
-    sampled: float | None = getattr(rollout, "temperature", None)
-    if temperature is None:
-        return 1.0 if sampled is None else float(sampled)
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be positive, for instance 1.0.")
-    if sampled is not None and sampled != temperature:
-        raise ValueError(
-            f"temperature={temperature} differs from that of the rollout, {sampled}: importance ratios would compare "
-            f"two distributions; leave it out, or use temperature={sampled}."
-        )
-    return float(temperature)

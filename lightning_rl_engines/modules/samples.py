@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_rl_engines.data.rewards import Reward, compute_rewards
-from lightning_rl_engines.rollout.base import Generation, Prompt
+from lightning_rl_engines.rollout.base import Generation, Prompt, RolloutEngine
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.strategies.engine import Engine
 
@@ -137,3 +137,27 @@ def sample_rows(samples: Samples, scores: Scores | None) -> list[dict[str, Any]]
             row |= {f"reward_{name}": values[index] for name, values in scores.named.items()}
         rows.append(row)
     return rows
+
+
+def shared_temperature(temperature: float | None, rollout: RolloutEngine | None) -> float:
+    """Return what the policy divides its logits by.
+
+    Args:
+        temperature: What the user asked for; ``None`` takes the rollout's.
+        rollout: Where responses come from.
+
+    Raises:
+        ValueError: The temperature is not positive, or differs from that of the rollout.
+    """
+    # A user's rollout engine may have no temperature, or one per prompt.
+    sampled: float | None = getattr(rollout, "temperature", None)
+    if temperature is None:
+        return 1.0 if sampled is None else float(sampled)
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be positive, for instance 1.0.")
+    if sampled is not None and sampled != temperature:
+        raise ValueError(
+            f"temperature={temperature} differs from that of the rollout, {sampled}: importance ratios would compare "
+            f"two distributions; leave it out, or use temperature={sampled}."
+        )
+    return float(temperature)

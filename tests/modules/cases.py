@@ -145,7 +145,7 @@ def experience_loader(*batches: Experience) -> DataLoader:
 class Spy(PolicyModule):
     """Keeps the experience that the optimizer steps see."""
 
-    def update(self, experience: Experience, columns: Any) -> list[dict[str, float]]:
+    def update(self, experience: Experience, columns: Any) -> dict[str, float]:
         self.seen = experience
         return super().update(experience, columns)
 
@@ -226,7 +226,7 @@ class CountingModule(PolicyModule):
         super().__init__(**options)
         self.documents: list[int] = []
 
-    def update(self, experience: Experience, columns: Any) -> list[dict[str, float]]:
+    def update(self, experience: Experience, columns: Any) -> dict[str, float]:
         self.documents.append(sum(columns.counts))
         self.seen = experience
         return super().update(experience, columns)
