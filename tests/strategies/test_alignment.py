@@ -77,6 +77,12 @@ def run_isolation(folder: str, sequence_size: int, checkpointing: bool) -> Any:
             twice = in_one_row(module, whole(row), [0, 1, 2])
             found["places"] = [by_document(*twice, place) for place in (0, 2)]
             del outputs, twice
+            rotary = next(part for name, part in module.policy.named_modules() if name.endswith("rotary_emb"))
+            handle = rotary.register_forward_hook(_feel_positions, with_kwargs=True)
+            felt = in_one_row(module, whole(row), [0, 1, 2])
+            found["felt"] = [by_document(*felt, place) for place in (0, 2)]
+            handle.remove()
+            del felt
 
             def only_second(outputs: TokenOutputs, micro_batch: MicroBatch) -> LossOutput:
                 assert outputs.log_probs is not None and outputs.entropy is not None
@@ -89,6 +95,12 @@ def run_isolation(folder: str, sequence_size: int, checkpointing: bool) -> Any:
 
     config = ModelConfig(path=folder, gradient_checkpointing=checkpointing)
     return with_engine(body, config, ulysses_sp_size=sequence_size)
+
+
+def _feel_positions(part: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    """Rotary embeddings are relative, so a shift of all positions would go unseen; make the place itself matter."""
+    growth = 1 + 0.02 * kwargs["position_ids"][..., None]
+    return tuple(item * growth for item in output)
 
 
 def _noisy_padding(micro_batch: MicroBatch) -> Tensor:
@@ -129,6 +141,9 @@ def test_documents_do_not_see_each_other_or_the_padding(world: int, sp: int, che
         # The slot before a document describes its first token: at the front of a row it comes last.
         values = rows[:-1] if place == 0 else rows[1:]
         torch.testing.assert_close(values, expected[1:], rtol=1e-6, atol=1e-6)
+    front, back = (torch.cat([found["felt"][place]["log_probs"] for found in results]) for place in (0, 1))
+    torch.testing.assert_close(front[:-1], back[1:], rtol=1e-6, atol=1e-6)
+    assert (front[:-1] - expected[1:]).abs().max() > 1e-3
     entropy = torch.cat([found["places"][1]["entropy"] for found in results])
     torch.testing.assert_close(entropy[1:], expected_entropy[1:], rtol=1e-6, atol=1e-6)
 
