@@ -111,11 +111,14 @@ def _from_pretrained(
 
 
 def _freeze(model: "PreTrainedModel", patterns: Iterable[str]) -> None:
-    names = [name for name, _ in model.named_parameters()]
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for pattern in patterns:
-        chosen = set(fnmatch.filter(names, pattern))
+        chosen = set(fnmatch.filter(names.values(), pattern))
         if not chosen:
-            raise ValueError(f"ModelConfig(freeze=[{pattern!r}]) matches no parameter; names are like {names[-1]!r}.")
+            every = dict(model.named_parameters(remove_duplicate=False))
+            tied = [f"{name!r} is tied to {names[every[name]]!r}" for name in fnmatch.filter(every, pattern)]
+            hint = tied[0] if tied else f"names are like {next(reversed(names.values()))!r}"
+            raise ValueError(f"ModelConfig(freeze=[{pattern!r}]) matches no parameter; {hint}.")
         for name, parameter in model.named_parameters():
             if name in chosen:
                 parameter.requires_grad_(False)

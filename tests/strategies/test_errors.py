@@ -1,0 +1,124 @@
+"""Bad data and bad calls raise on all ranks together, and say where."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rl_engines import ModelConfig, PolicyLoss
+from tests.strategies.reference import Documents, make_documents
+from tests.strategies.steps import (
+    copies,
+    mine,
+    score_loss,
+)
+from tests.support import WorkerError, run_workers
+from tests.support.engine import EngineModule, with_engine
+from tests.support.models import tiny_model, tiny_model_folder
+
+
+def weights(module: EngineModule, name: str = "policy") -> dict[str, torch.Tensor]:
+    return copies(module.engine.get_per_tensor_param(getattr(module, name)))
+
+
+def raise_everywhere(folder: str, documents: Documents) -> dict[str, str]:
+    """On a rank: the message of each error, and a step that works after all of them."""
+
+    def body(module: EngineModule) -> dict[str, str]:
+        engine = module.engine
+        rank, bad = torch.distributed.get_rank(), engine.data_parallel_rank == 1
+        good = mine(engine, documents)
+
+        def infer(experience: Any, **options: Any) -> Any:
+            return engine.infer_batch(module.policy, experience, **options)
+
+        def train(experience: Any, loss: Any, **options: Any) -> Any:
+            return engine.forward_backward_batch(module.policy, experience, loss, **options)
+
+        ids = good["input_ids"].clone()
+        if bad:
+            ids[good.lengths[0] + 2] = 64
+        swapped = documents.experience([2, 3] if rank == 1 else [0, 1]) if not bad else good
+        other = good["advantages"] + float(rank == 1)
+        cases: dict[str, Any] = {
+            "budget": lambda: infer(good, max_tokens_per_micro_batch=18),
+            "vocabulary": lambda: infer(good.with_token_columns(input_ids=ids)),
+            "missing": lambda: train(good.drop("old_log_probs") if bad else good, PolicyLoss()),
+            "peers": lambda: infer(swapped),
+            "peer columns": lambda: infer(good.with_token_columns(advantages=other)),
+            "settings": lambda: infer(good, max_tokens_per_micro_batch=64 if bad else 32),
+            "entropy": lambda: infer(good, calculate_entropy=bad),
+            "forward": lambda: train(good, score_loss, forward_only=bad),
+            "temperature": lambda: infer(good, temperature=0.0),
+            "temperature column": lambda: infer(
+                good.with_document_columns(temperature=good["temperature"] * (0.0 if bad else 1.0)),
+                temperature="temperature",
+            ),
+            "no such column": lambda: infer(good, temperature="heat"),
+            "columns": lambda: infer(good.drop("advantages") if bad else good),
+        }
+        found = {}
+        for name, call in cases.items():
+            try:
+                call()
+            except ValueError as error:
+                found[name] = str(error)
+        train(good, score_loss)
+        return found
+
+    return with_engine(body, ModelConfig(path=folder), ulysses_sp_size=2, steps=1)
+
+
+def test_bad_calls_are_refused_on_all_ranks_together_with_the_place() -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    results = run_workers(4, raise_everywhere, folder, documents)
+    assert results[1:] == results[:1] * 3, "every rank raises the same error"
+    found = results[0]
+    words = {
+        "budget": ["rank 0", "document 2", "29", "18"],
+        "vocabulary": ["rank 2: ", "rank 3: ", "document 1", "token id 64", "63"],
+        "missing": ["rank 2: ", "'old_log_probs'"],
+        "peers": ["rank 1", "data rank 0", "same experience"],
+        "peer columns": ["rank 1", "data rank 0", "advantages"],
+        "settings": ["rank 0", "max_tokens_per_micro_batch=32", "rank 2", "max_tokens_per_micro_batch=64"],
+        "entropy": ["calculate_entropy=False", "calculate_entropy=True"],
+        "forward": ["forward_only=False", "forward_only=True"],
+        "temperature": ["temperature=0.0", "1.0"],
+        "temperature column": ["rank 2: ", "'temperature'", "not positive"],
+        "no such column": ["temperature='heat'", "input_ids"],
+        "columns": ["rank 2", "'advantages'"],
+    }
+    assert found.keys() == words.keys()
+    for name, parts in words.items():
+        for part in parts:
+            assert part in found[name], (name, found[name])
+
+
+def disagree_beyond_an_empty_rank(folder: str, documents: Documents) -> None:
+    def body(module: EngineModule) -> None:
+        rank = module.engine.data_parallel_rank
+        experience = documents.experience([[], [0, 1], [2, 3]][rank])
+        module.engine.infer_batch(module.policy, experience.drop("advantages") if rank == 2 else experience)
+
+    with_engine(body, ModelConfig(path=folder))
+
+
+def test_columns_are_compared_also_when_the_first_rank_holds_no_document() -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    with pytest.raises(WorkerError, match=r"ranks disagree on the columns: rank 1 .*rank 2") as caught:
+        run_workers(3, disagree_beyond_an_empty_rank, folder, documents)
+    assert caught.value.all_ranks_raised(ValueError)
+
+
+def test_a_degree_that_splits_no_heads_is_refused_on_all_ranks_with_both_numbers(tmp_path: Path) -> None:
+    folder = str(tmp_path / "two_heads")
+    tiny_model("llama", num_attention_heads=2, num_key_value_heads=2).save_pretrained(folder)
+    with pytest.raises(WorkerError, match=r"4.*2|2.*4") as caught:
+        run_workers(4, with_engine, None, ModelConfig(path=folder), ulysses_sp_size=4)
+    assert caught.value.all_ranks_raised(ValueError)
+    for error in caught.value.errors:
+        assert "ulysses_sp_size=4 cannot split 2 query heads" in error.message
+        assert "use one of [1, 2]" in error.message
