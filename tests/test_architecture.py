@@ -5,6 +5,7 @@ Each rule is a function of source text, and is shown to catch a breach.
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,7 +42,6 @@ TOP = {"__init__", "__main__", "cli", "cli_errors"}
 
 # Lightning's protected hooks and fields, which a strategy, a launcher or a plugin overrides or fills: no public names.
 OVERRIDDEN = {
-    "_check_and_init_precision",
     "_configure_launcher",
     "_get_process_group_backend",
     "_launcher",
@@ -52,8 +52,6 @@ OVERRIDDEN = {
 # Underscores that are public by documentation.
 PUBLIC = {
     "_fields",  # of named tuples
-    "_asdict",
-    "_replace",
     "_exit",  # of os
     "_no_split_modules",  # of transformers' models: how a model names the layers that stay whole
     "_parameters",  # of torch modules: registered tensors by name, where a tie must survive replacement
@@ -139,12 +137,17 @@ def private_names(source: str, ours: set[str]) -> set[str]:
 
 
 def long_functions(source: str, limit: int = 60) -> set[str]:
-    """Functions of more lines than the limit, docstrings apart: documentation must not compete with the budget."""
+    """Functions of more lines than the limit.
+
+    Docstrings do not count: documentation must not compete with the budget. Nor does the signature of a constructor,
+    which is the configuration, one argument a line.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or 0) - node.lineno + 1
             first = node.body[0]
+            start = first if node.name == "__init__" else node
+            lines = (node.end_lineno or 0) - start.lineno + 1
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 lines -= (first.end_lineno or 0) - first.lineno + 1
             if lines > limit:
@@ -212,11 +215,16 @@ def commands_of_readme(text: str) -> list[str]:
 def test_the_readmes_test_command_is_what_ci_runs() -> None:
     ci = (REPOSITORY / ".ci" / "run").read_text().splitlines()
     commands = commands_of_readme((REPOSITORY / "README.md").read_text())
-    assert len(commands) >= 2
-    install, run_tests = commands[:2]
-    assert install.startswith("pip install")
-    assert "pytest" in run_tests
+    train, run_tests = commands[:2]
+    assert run_tests == 'pip install -e ".[test]" && pytest'
     assert run_tests in ci
+    # The other one takes minutes: what it runs is run in small by the tests of the command line.
+    found = re.fullmatch(r'pip install -e "\.\[(\w+)\]" && lightning-rl fit --config (\S+)', train)
+    assert found is not None, train
+    assert (REPOSITORY / found[2]).is_file()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert {found[1], "test"} <= project["optional-dependencies"].keys()
+    assert "lightning-rl" in project["scripts"]
 
 
 def test_the_rules_catch_what_they_are_for() -> None:
