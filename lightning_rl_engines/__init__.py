@@ -25,6 +25,7 @@ from lightning_rl_engines.algorithms import (
     SFTLoss,
     TokenLoss,
     TokenOutputs,
+    ValueLoss,
 )
 from lightning_rl_engines.callbacks import (
     ConfiguredLearningRate,
@@ -34,6 +35,7 @@ from lightning_rl_engines.callbacks import (
     RunReport,
     SampleTable,
     StartCard,
+    UpdateCheckpoint,
     WeightExport,
 )
 from lightning_rl_engines.checkpoint import export_checkpoint
@@ -50,13 +52,14 @@ from lightning_rl_engines.data import (
 )
 from lightning_rl_engines.export import HFFolderSink, InferenceClient, InferenceServerSink, ModuleSink, WeightSink
 from lightning_rl_engines.models import ModelConfig, TokenModel
-from lightning_rl_engines.modules import PolicyModule, RLModule, SFTModule
+from lightning_rl_engines.modules import ActorCriticModule, PolicyModule, RLModule, SFTModule
 from lightning_rl_engines.optim import WarmupConstant, WarmupCosine, WarmupLinear
 from lightning_rl_engines.rollout import Generation, HFRollout, Prompt, RolloutEngine
 from lightning_rl_engines.sequence import Experience, MicroBatch
 from lightning_rl_engines.strategies import BatchOutput, Engine, FSDPUlyssesStrategy
 
 __all__ = [
+    "ActorCriticModule",
     "Advantage",
     "BatchOutput",
     "CISPOLoss",
@@ -103,6 +106,8 @@ __all__ = [
     "TokenLoss",
     "TokenModel",
     "TokenOutputs",
+    "UpdateCheckpoint",
+    "ValueLoss",
     "WarmupConstant",
     "WarmupCosine",
     "WarmupLinear",

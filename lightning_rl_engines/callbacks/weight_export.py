@@ -1,4 +1,4 @@
-"""Sends the policy's weights to a sink every few updates."""
+"""Sends the weights of the policy, or of another model, to a sink every few updates."""
 
 import time
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ Weights = Literal["full", "merged", "adapter"]
 
 
 class WeightExport(Callback):
-    """Exports ``pl_module.policy`` after every ``every_n_updates`` updates, and at the end of training.
+    """Exports a model of the module after every ``every_n_updates`` updates, and at the end of training.
 
     Updates are those of the module (``pl_module.updates``), not optimizer steps. The module feeds its own rollout; this
     is for further receivers. The base model's tokenizer and generation configuration go along.
@@ -34,6 +34,9 @@ class WeightExport(Callback):
         weights: ``"full"``, or under LoRA ``"merged"`` (base plus adapters) or ``"adapter"`` (adapters, PEFT layout).
         dtype: Type to cast floating-point tensors to; ``None`` keeps the storage type, so fp32 masters are exported
             as fp32.
+        model: Attribute of the module that holds the model: ``"policy"``, ``"critic"`` or ``"reward_model"``. A model
+            with a value head becomes a token-classification folder with one label, which ``ModelConfig(path=...,
+            head="value")`` reads.
         at_end: Export also when training ends, unless the last update was exported already.
 
     Attributes:
@@ -51,6 +54,7 @@ class WeightExport(Callback):
         every_n_updates: int = 1,
         weights: Weights = "full",
         dtype: DTypeName | None = None,
+        model: str = "policy",
         at_end: bool = True,
     ) -> None:
         if every_n_updates < 1:
@@ -63,6 +67,7 @@ class WeightExport(Callback):
         self.every_n_updates = every_n_updates
         self.weights: Weights = weights
         self.dtype = dtype
+        self.model = model
         self.at_end = at_end
         self.last_path: str | None = None
         self.last_update: int | None = None
@@ -81,12 +86,12 @@ class WeightExport(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        policy = _policy(pl_module)
+        model = self._find(pl_module)
         # The engine refuses a mode that the model has not; the weights are read when the stream is walked, so not here.
-        self._stream(trainer, policy)
+        self._stream(trainer, model)
         # On all ranks and before training, so a broken file stops all of them together.
-        self._tokenizer = load_tokenizer(policy.model_config)
-        self._generation_config = _load_generation_config(policy.model_config, policy.config)
+        self._tokenizer = load_tokenizer(model.model_config)
+        self._generation_config = _load_generation_config(model.model_config, model.config)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,7 +116,7 @@ class WeightExport(Callback):
 
         Args:
             trainer: A trainer whose strategy is an engine, while it is fitting.
-            pl_module: The module whose ``policy`` is exported.
+            pl_module: The module whose model is exported.
 
         Returns:
             Where the export went, on every rank; ``None`` for sinks without a place.
@@ -120,19 +125,19 @@ class WeightExport(Callback):
             Exception: The sink's error, on every rank.
         """
         started = time.monotonic()
-        policy, updates = _policy(pl_module), _updates(pl_module)
+        model, updates = self._find(pl_module), _updates(pl_module)
         context = ExportContext(
             step=trainer.global_step,
             update=updates,
-            config=policy.config,
+            config=model.config,
             generation_config=self._generation_config,
             tokenizer=self._tokenizer,
         )
         self.last_path = drain(
-            self._stream(trainer, policy),
+            self._stream(trainer, model),
             self.sink,
             cast(Communicator, trainer.strategy),
-            plan=policy.export_plan,
+            plan=model.export_plan,
             context=context,
         )
         self.last_update = updates
@@ -140,28 +145,30 @@ class WeightExport(Callback):
         rank_zero_info(f"Exported the weights of update {updates} to {place} in {time.monotonic() - started:.1f} s.")
         return self.last_path
 
-    def _stream(self, trainer: Trainer, policy: TokenModel) -> Iterator[tuple[str, Tensor]]:
+    def _find(self, pl_module: LightningModule) -> TokenModel:
+        if not hasattr(pl_module, self.model):
+            raise MisconfigurationException(
+                f"WeightExport(model={self.model!r}) exports the attribute {self.model!r}, which "
+                f"{type(pl_module).__name__} lacks; use PolicyModule, ActorCriticModule or SFTModule, or name the "
+                "attribute that holds the model."
+            )
+        # Not an isinstance check: an FSDP root stands in for the model it wraps.
+        return cast(TokenModel, getattr(pl_module, self.model))
+
+    def _stream(self, trainer: Trainer, model: TokenModel) -> Iterator[tuple[str, Tensor]]:
         engine = cast(Engine, trainer.strategy)
-        return engine.get_per_tensor_param(policy, mode=cast(Any, self.weights), dtype=self.dtype)
-
-
-def _policy(pl_module: LightningModule) -> TokenModel:
-    if not hasattr(pl_module, "policy"):
-        raise MisconfigurationException(
-            f"WeightExport exports the attribute `policy`, which {type(pl_module).__name__} lacks; use PolicyModule, "
-            "ActorCriticModule or SFTModule, or name your model so."
-        )
-    # Not an isinstance check: an FSDP root stands in for the model it wraps.
-    return cast(TokenModel, pl_module.policy)
+        return engine.get_per_tensor_param(model, mode=cast(Any, self.weights), dtype=self.dtype)
 
 
 def _updates(pl_module: LightningModule) -> int:
     return cast(int, pl_module.updates)
 
 
-def _load_generation_config(config: ModelConfig, hf_config: "PretrainedConfig") -> "GenerationConfig":
+def _load_generation_config(config: ModelConfig, hf_config: "PretrainedConfig") -> "GenerationConfig | None":
     from transformers import GenerationConfig
 
+    if config.head != "lm":
+        return None
     if config.path is not None:
         try:
             return GenerationConfig.from_pretrained(config.path, revision=config.revision or "main")

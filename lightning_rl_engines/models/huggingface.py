@@ -97,17 +97,43 @@ def _from_pretrained(
             trust_remote_code=config.trust_remote_code,
             revision=config.revision,
             output_loading_info=True,
+            # What does not match is refused below, by name.
+            ignore_mismatched_sizes=True,
         )
-    missing = set(report["missing_keys"])
+    missing, mismatched = set(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
     head = {name for name in missing if config.head == "value" and name.startswith("score.")}
-    if missing - head or report["mismatched_keys"]:
+    if missing - head or mismatched:
         raise ValueError(
             f"The weights in path={config.path!r} do not fit its configuration: missing {sorted(missing - head)}, "
-            f"of another shape {sorted(map(str, report['mismatched_keys']))}; name a complete checkpoint."
+            f"of another shape {mismatched}; name a complete checkpoint"
+            f"{' (a value head has one label)' if config.head == 'value' else ''}."
         )
     if head:
-        rank_zero_info(f"The value head of {config.path} is freshly initialised: the checkpoint holds none.")
+        _check_fresh_head(config, hf_config, model, head, report["unexpected_keys"])
     return cast("PreTrainedModel", model)
+
+
+def _check_fresh_head(
+    config: ModelConfig, hf_config: "PretrainedConfig", model: "PreTrainedModel", fresh: set[str], left: Iterable[str]
+) -> None:
+    """Say that a value head is fresh; refuse it where the checkpoint holds a head under another name."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        language_model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+    known = {name for name, _ in language_model.named_parameters(remove_duplicate=False)}
+    inside = f"{model.base_model_prefix}."
+    foreign = sorted(name for name in left if name not in known and not name.startswith(inside))
+    if fresh == {"score.bias"} and not foreign:
+        rank_zero_info(f"The value head of {config.path} has no bias; it starts from 0.")
+        return
+    if foreign or fresh != {name for name, _ in model.named_parameters() if name.startswith("score.")}:
+        raise ValueError(
+            f"The weights in path={config.path!r} have no value head under the name of {type(model).__name__}: "
+            f"missing {sorted(fresh)}, left over {foreign}. A trained head would be lost; rename it to 'score.weight' "
+            "and 'score.bias', or start from a language model for a fresh one."
+        )
+    rank_zero_info(f"The value head of {config.path} is freshly initialised: the checkpoint holds none.")
 
 
 def _freeze(model: "PreTrainedModel", patterns: Iterable[str]) -> None:
