@@ -2,10 +2,8 @@
 
 import importlib.util
 import json
-import os
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +11,8 @@ import pytest
 import torch
 
 from lightning_rl_engines.cli import main
+from tests.support.shell import REPOSITORY, run_python
 
-REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = REPOSITORY / "examples"
 CONFIGS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
@@ -114,22 +112,10 @@ def test_the_script_on_one_process(capsys, tmp_path, monkeypatch):
 
 def test_the_script_on_two_processes_that_share_rows(tmp_path):
     """The way a user starts it: the launcher runs the script again for the second process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK"):
-        environment.pop(name, None)
     arguments = ["--devices=2", "--sp=2", "--max-steps=8", "--batch-size=2", f"--root={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, "examples/grpo_script.py", *arguments],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 data x 2 sequence ranks" in done.stdout
-    assert done.stdout.count("Mean reward: 0.") == 1
+    shown = run_python("examples/grpo_script.py", *arguments)
+    assert "1 data x 2 sequence ranks" in shown
+    assert shown.count("Mean reward: 0.") == 1
     load_policy(tmp_path / "hf")
 
 

@@ -2,12 +2,12 @@
 
 import os
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+from tests.support.shell import RANK_VARIABLES, REPOSITORY
+
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -34,7 +34,7 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("LRE_NOTEBOOK_SHORT", "1")
     monkeypatch.setenv("LRE_NOTEBOOK_ROOT", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), *sys.path]))
-    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK"):
+    for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
