@@ -13,6 +13,7 @@ from lightning_rl_engines.__about__ import __version__
 from lightning_rl_engines.algorithms import (
     Advantage,
     CISPOLoss,
+    DPOLoss,
     DrGRPOAdvantage,
     GRPOAdvantage,
     GSPOLoss,
@@ -21,6 +22,8 @@ from lightning_rl_engines.algorithms import (
     PolicyLossBase,
     ReinforceLoss,
     ReinforcePlusPlusAdvantage,
+    RewardModelLoss,
+    RewardRegressionLoss,
     RLOOAdvantage,
     SFTLoss,
     TokenLoss,
@@ -43,6 +46,7 @@ from lightning_rl_engines.data import (
     ExperienceDataModule,
     LengthPenalty,
     OverlongPenalty,
+    PreferenceDataModule,
     PromptDataModule,
     ReasoningGymDataModule,
     ReasoningGymReward,
@@ -52,7 +56,14 @@ from lightning_rl_engines.data import (
 )
 from lightning_rl_engines.export import HFFolderSink, InferenceClient, InferenceServerSink, ModuleSink, WeightSink
 from lightning_rl_engines.models import ModelConfig, TokenModel
-from lightning_rl_engines.modules import ActorCriticModule, PolicyModule, RLModule, SFTModule
+from lightning_rl_engines.modules import (
+    ActorCriticModule,
+    DPOModule,
+    PolicyModule,
+    RewardModelModule,
+    RLModule,
+    SFTModule,
+)
 from lightning_rl_engines.optim import WarmupConstant, WarmupCosine, WarmupLinear
 from lightning_rl_engines.rollout import Generation, HFRollout, Prompt, RolloutEngine
 from lightning_rl_engines.sequence import Experience, MicroBatch
@@ -64,6 +75,8 @@ __all__ = [
     "BatchOutput",
     "CISPOLoss",
     "ConfiguredLearningRate",
+    "DPOLoss",
+    "DPOModule",
     "DrGRPOAdvantage",
     "Engine",
     "Experience",
@@ -87,6 +100,7 @@ __all__ = [
     "PolicyLossBase",
     "PolicyModule",
     "PredictionFile",
+    "PreferenceDataModule",
     "Prompt",
     "PromptDataModule",
     "RLModule",
@@ -96,6 +110,9 @@ __all__ = [
     "ReinforceLoss",
     "ReinforcePlusPlusAdvantage",
     "Reward",
+    "RewardModelLoss",
+    "RewardModelModule",
+    "RewardRegressionLoss",
     "RolloutEngine",
     "RunProgressBar",
     "RunReport",

@@ -1,6 +1,7 @@
 """What to train on: prompts, recorded experience and rewards."""
 
 from lightning_rl_engines.data.experience import ExperienceDataModule
+from lightning_rl_engines.data.preferences import PreferenceDataModule
 from lightning_rl_engines.data.prompts import PromptDataModule
 from lightning_rl_engines.data.reasoning_gym import ReasoningGymDataModule, ReasoningGymReward
 from lightning_rl_engines.data.reward_functions import LengthPenalty, OverlongPenalty, exact_match, last_number_match
@@ -10,6 +11,7 @@ __all__ = [
     "ExperienceDataModule",
     "LengthPenalty",
     "OverlongPenalty",
+    "PreferenceDataModule",
     "PromptDataModule",
     "ReasoningGymDataModule",
     "ReasoningGymReward",

@@ -1,8 +1,8 @@
 """Recorded experience from files: prompts with responses that some policy gave."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -12,6 +12,9 @@ from lightning_rl_engines.data.loader import ShardedLoader
 from lightning_rl_engines.data.prompts import PromptEncoder, read_files
 from lightning_rl_engines.data.records import Record
 from lightning_rl_engines.sequence.experience import Experience
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _DEFAULT_COLUMNS = {
     "prompt": "prompt",
@@ -117,14 +120,19 @@ class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experienc
         documents = []
         for record in raw:
             prompt, _ = self._encoder(record[names["prompt"]], record.where)
-            response = self._response(record[names["response"]], record.where)
+            response = response_ids(
+                record[names["response"]],
+                record.where,
+                tokenizer=self.resolve_tokenizer,
+                append_eos=self.append_eos,
+            )
             columns: dict[str, Any] = {}
             for name, column in names.items():
                 if name in _REQUIRED:
                     continue
                 value, where = record[column], f"{record.where}: column {column!r}"
                 if name != "group_ids":
-                    columns[name] = _aligned(value, len(prompt), len(response), where)
+                    columns[name] = aligned(value, len(prompt), len(response), where)
                 elif isinstance(value, int | str):
                     columns[name] = groups.setdefault(value, len(groups))
                 else:
@@ -148,11 +156,7 @@ class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experienc
             # The same columns and types as those of ranks that have documents.
             assert self._template is not None
             return self.collate([self._template]).select([])
-        columns = {name: [item.columns[name] for item in items] for name in items[0].columns}
-        masks = [
-            [False] * (len(item.token_ids) - item.response_length) + [True] * item.response_length for item in items
-        ]
-        return Experience.from_documents(input_ids=[item.token_ids for item in items], response_mask=masks, **columns)
+        return join_documents(items)
 
     @override
     def train_dataloader(self) -> ShardedLoader[Experience]:
@@ -180,25 +184,58 @@ class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experienc
         }
         return {**defaults, **self.columns}
 
-    def _response(self, value: Any, where: str) -> list[int]:
-        if isinstance(value, str):
-            tokenizer = self.resolve_tokenizer()
-            ids = list(cast("list[int]", tokenizer(value, add_special_tokens=False)["input_ids"]))
-            if self.append_eos:
-                if tokenizer.eos_token_id is None:
-                    raise ValueError("append_eos=True, and the tokenizer has no end token; use append_eos=False.")
-                ids.append(cast(int, tokenizer.eos_token_id))
-        elif isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
-            ids = value
-        else:
-            raise ValueError(f"{where}: the response must be text or a list of token ids, not {value!r}.")
-        if not ids:
-            raise ValueError(f"{where}: the response is empty; leave the row out.")
-        return ids
+
+def join_documents(documents: Sequence[RecordedDocument]) -> Experience:
+    """Build the experience of at least one document; all have the same columns."""
+    columns = {name: [item.columns[name] for item in documents] for name in documents[0].columns}
+    masks = [
+        [False] * (len(item.token_ids) - item.response_length) + [True] * item.response_length for item in documents
+    ]
+    return Experience.from_documents(input_ids=[item.token_ids for item in documents], response_mask=masks, **columns)
 
 
-def _aligned(value: Any, prompt_length: int, response_length: int, where: str) -> float | list[float]:
-    """Put values of response tokens behind zeros for the prompt; a number stays one."""
+def response_ids(
+    value: Any, where: str, *, tokenizer: "Callable[[], PreTrainedTokenizerBase]", append_eos: bool
+) -> list[int]:
+    """Turn a response into token ids.
+
+    Args:
+        value: Text, or token ids, which are taken as they are.
+        where: Names the row in errors.
+        tokenizer: Called for text.
+        append_eos: End text with the tokenizer's end token.
+
+    Raises:
+        ValueError: The value is neither, gives no tokens, or there is no end token.
+    """
+    if isinstance(value, str):
+        loaded = tokenizer()
+        ids = list(cast("list[int]", loaded(value, add_special_tokens=False)["input_ids"]))
+        if append_eos:
+            if loaded.eos_token_id is None:
+                raise ValueError("append_eos=True, and the tokenizer has no end token; use append_eos=False.")
+            ids.append(cast(int, loaded.eos_token_id))
+    elif isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
+        ids = value
+    else:
+        raise ValueError(f"{where}: the response must be text or a list of token ids, not {value!r}.")
+    if not ids:
+        raise ValueError(f"{where}: the response is empty; leave the row out.")
+    return ids
+
+
+def aligned(value: Any, prompt_length: int, response_length: int, where: str) -> float | list[float]:
+    """Put values of response tokens behind zeros for the prompt; a number stays one.
+
+    Args:
+        value: A number, or a list with one per response token.
+        prompt_length: Tokens of the prompt.
+        response_length: Tokens of the response.
+        where: Names row and column in errors.
+
+    Raises:
+        ValueError: The value is neither.
+    """
     if not isinstance(value, list):
         if not isinstance(value, int | float):
             raise ValueError(f"{where} must be a number, or a list with one per response token, not {value!r}.")

@@ -1,30 +1,21 @@
 """Supervised fine-tuning through the same engine: a warm-up for a policy."""
 
-import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from typing_extensions import override
 
 from lightning_rl_engines.algorithms import SFTLoss, TokenLoss
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.token_model import TokenModel
-from lightning_rl_engines.modules.base import RLModule
-from lightning_rl_engines.modules.metrics import combine_steps
-from lightning_rl_engines.modules.optimization import build_optimizer
-from lightning_rl_engines.modules.tokenizer import require_tokenizer
+from lightning_rl_engines.modules.supervised import DocumentModule
 from lightning_rl_engines.rollout.base import Prompt
 from lightning_rl_engines.sequence.experience import Experience
-from lightning_rl_engines.strategies.engine import Engine
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
-class SFTModule(RLModule):
+class SFTModule(DocumentModule):
     """Trains a policy on given responses; one optimizer step per batch.
 
     A batch is an :class:`Experience` (``input_ids`` and ``response_mask``), or a list of prompts whose further columns
@@ -64,88 +55,22 @@ class SFTModule(RLModule):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__(
+            config=policy,
+            loss=loss,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             max_grad_norm=max_grad_norm,
             balance=balance,
             max_skipped_steps=max_skipped_steps,
         )
         self.policy_config = policy
-        self.loss = loss
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
         self.completion_column = completion_column
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._validated: list[tuple[dict[str, float], int]] = []
         self.save_plain_hyperparameters(**arguments)
 
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The policy's tokenizer, loaded on first use.
-
-        Raises:
-            ValueError: The policy names none.
-        """
-        if self._tokenizer is None:
-            self._tokenizer = require_tokenizer(self.policy_config)
-        return self._tokenizer
-
     @override
-    def build_models(self, engine: Engine) -> None:
-        self.policy = engine.build_model(self.policy_config)
-
-    @override
-    def build_optimizers(self) -> tuple[list[Optimizer], list[LRSchedulerTypeUnion]]:
-        optimizer, scheduler = build_optimizer(self.policy, self.optimizer, self.lr_scheduler)
-        return [optimizer], [] if scheduler is None else [scheduler]
-
-    @override
-    def training_step(self, batch: list[Prompt] | Experience, batch_idx: int) -> None:
-        """Take one optimizer step. Collective over the world."""
-        started = time.perf_counter()
-        experience = self.to_experience(batch)
-        optimizer, scheduler = self.optimizer_and_scheduler()
-        with self.engine.train_mode(self.policy, optimizer):
-            step = self.optimize(
-                self.policy,
-                optimizer,
-                experience,
-                self.loss,
-                scheduler=scheduler,
-                calculate_entropy=isinstance(self.loss, TokenLoss) and self.loss.needs_entropy,
-            )
-        metrics = combine_steps([step])
-        metrics["tokens_per_second"] = self.tokens_per_second(experience, started)
-        self.finish_update({f"train/{name}": value for name, value in metrics.items()}, batch_size=len(experience))
-
-    @override
-    def on_validation_epoch_start(self) -> None:
-        self._validated = []
-
-    @override
-    def validation_step(self, batch: list[Prompt] | Experience, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Compute the loss of held-out responses. Collective over the world."""
-        experience = self.to_experience(batch)
-        with self.engine.eval_mode(self.policy):
-            output = self.engine.forward_backward_batch(
-                self.policy,
-                experience,
-                self.loss,
-                forward_only=True,
-                calculate_entropy=isinstance(self.loss, TokenLoss) and self.loss.needs_entropy,
-                max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
-                balance=self.balance,
-            )
-        tokens = sum(self.engine.all_gather_objects(sum(experience.response_lengths), "data"))
-        self._validated.append((output.metrics, tokens))
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        tokens = sum(count for _, count in self._validated)
-        if not tokens:
-            return
-        for name in self._validated[0][0]:
-            mean = sum(metrics[name] * count for metrics, count in self._validated) / tokens
-            self.log_validation(f"val/{name}", mean, batch_size=tokens)
+    def prepare(self, batch: list[Prompt] | Experience) -> Experience:
+        return self.to_experience(batch)
 
     def to_experience(self, batch: list[Prompt] | Experience) -> Experience:
         """Turn prompts with responses into documents; an experience is returned as it is.
