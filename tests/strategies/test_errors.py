@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_rl_engines import ModelConfig, PolicyLoss
+from tests.modules.cases import fit, policy_module
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import (
     copies,
@@ -122,3 +123,20 @@ def test_a_degree_that_splits_no_heads_is_refused_on_all_ranks_with_both_numbers
     for error in caught.value.errors:
         assert "ulysses_sp_size=4 cannot split 2 query heads" in error.message
         assert "use one of [1, 2]" in error.message
+
+
+def judge_one_rank_with_nan(completions: list[str]) -> list[float]:
+    """NaN where data rank 1 judges, as a reward that divides by zero there would give."""
+    return [float("nan") if torch.distributed.get_rank() >= 2 else 1.0 for _ in completions]
+
+
+def fit_with_nan_reward() -> None:
+    fit(policy_module(reward=judge_one_rank_with_nan), sp=2)
+
+
+def test_a_reward_that_is_nan_on_one_data_rank_is_refused_on_all_ranks() -> None:
+    with pytest.raises(WorkerError, match="is nan for prompt") as caught:
+        run_workers(4, fit_with_nan_reward)
+    assert [error.rank for error in caught.value.errors] == [0, 1, 2, 3]
+    for error in caught.value.errors:
+        assert "is nan for prompt" in error.message, error.message
