@@ -11,7 +11,14 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_rl_engines.algorithms import CISPOLoss, DrGRPOAdvantage, GSPOLoss, PolicyLoss
 from lightning_rl_engines.data import LengthPenalty, Reward, exact_match
 from lightning_rl_engines.models import ModelConfig
-from lightning_rl_engines.modules import PolicyModule, RLModule, SFTModule
+from lightning_rl_engines.modules import (
+    ActorCriticModule,
+    DPOModule,
+    PolicyModule,
+    RewardModelModule,
+    RLModule,
+    SFTModule,
+)
 from lightning_rl_engines.modules.hyperparameters import plain
 from lightning_rl_engines.optim import WarmupCosine
 from lightning_rl_engines.rollout import HFRollout
@@ -140,16 +147,22 @@ def test_hyperparameters_of_a_script_are_a_configuration_of_the_command_line(par
     assert module.hparams["policy"]["from_config"] == CONFIG
 
 
-@pytest.mark.parametrize("module", [PolicyModule, SFTModule])
+@pytest.mark.parametrize("module", [PolicyModule, ActorCriticModule, SFTModule, DPOModule, RewardModelModule])
 def test_print_config_round_trips(module, parse, tmp_path, capsys):
     start = [
         f"--model={module.__name__}",
-        f"--model.policy={{from_config: {CONFIG}}}",
+        f"--model.reward_model={{from_config: {CONFIG}, head: value}}"
+        if module is RewardModelModule
+        else f"--model.policy={{from_config: {CONFIG}}}",
         "--model.max_tokens_per_micro_batch=64",
         "--model.optimizer=AdamW",
         "--model.optimizer.lr=0.003",
         "--model.lr_scheduler=WarmupCosine",
     ]
+    if module is ActorCriticModule:
+        start += [f"--model.critic={{from_config: {CONFIG}, head: value, seed: 9}}", "--model.critic_optimizer=SGD"]
+        start += ["--model.critic_optimizer.lr=0.5", "--model.critic_loss.value_clip=0.4", "--model.lam=0.5"]
+        start += ["--model.critic_lr_scheduler=WarmupCosine", "--model.kl_in_reward_estimator=k2"]
     if module is PolicyModule:
         start += ["--model.reward={exact: {function: lightning_rl_engines.exact_match, weight: 0.7}}"]
         start += ["--model.rollout=HFRollout", "--model.rollout.max_new_tokens=3", "--model.loss=GSPOLoss"]
@@ -168,6 +181,10 @@ def test_print_config_round_trips(module, parse, tmp_path, capsys):
     assert built.optimizer([torch.nn.Parameter(torch.zeros(1))]).defaults["lr"] == 0.003
     torch.save(dict(built.hparams), path.with_suffix(".pt"))
     assert torch.load(path.with_suffix(".pt"), weights_only=True) == dict(built.hparams)
+    if module is ActorCriticModule:
+        assert built.critic_config == ModelConfig(from_config=CONFIG, head="value", seed=9)
+        assert built.critic_optimizer([torch.nn.Parameter(torch.zeros(1))]).defaults["lr"] == 0.5
+        assert (built.critic_loss.value_clip, built.lam, built.kl_in_reward_estimator) == (0.4, 0.5, "k2")
     if module is PolicyModule:
         assert type(built.loss) is GSPOLoss
         assert built.reference_config == ModelConfig(from_config=CONFIG, seed=4)
