@@ -5,10 +5,9 @@ plain data in ``meta.pt``, and a marker. It is written beside its place and rena
 of a checkpoint is a whole one.
 """
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,33 +22,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_rl_engines.models.token_model import TokenModel
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
-
-METADATA = "meta.pt"
-MARKER = "complete"
+from lightning_rl_engines.checkpoint.folders import METADATA, is_whole, recover_checkpoints
+from lightning_rl_engines.checkpoint.module_state import collect_state, engine_models, split_state
 
 
 def token_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and root of each trainable model that an engine built; frozen references are rebuilt, not saved."""
-    for name, child in module.named_children():
-        if isinstance(getattr(child, "module", child), TokenModel):
-            if any(parameter.requires_grad for parameter in child.parameters()):
-                yield name, child
-        else:
-            for inner, root in token_models(child):
-                yield f"{name}.{inner}", root
+    for name, root in engine_models(module):
+        if any(parameter.requires_grad for parameter in root.parameters()):
+            yield name, root
 
 
-def model_state(module: nn.Module) -> dict[str, Any]:
-    """Return the sharded state of all trainable models of a module, by canonical names; collective over the world."""
-    return {
-        f"{name}.{key}": value
-        for name, root in token_models(module)
-        for key, value in get_model_state_dict(root).items()
-    }
+def module_state(module: LightningModule) -> dict[str, Any]:
+    """Return the module's ``state_dict`` with its trainable models sharded, by canonical names.
+
+    Collective over the world. Overrides of ``state_dict`` count.
+    """
+    return collect_state(module, {name: get_model_state_dict(root) for name, root in token_models(module)})
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -73,41 +62,14 @@ def _owner(module: nn.Module, optimizer: Optimizer) -> nn.Module:
     return owners[0]
 
 
-def save_training_checkpoint(strategy: "Strategy", checkpoint: dict[str, Any], path: Path) -> None:
-    """Write Lightning's checkpoint as a folder; collective over the world.
-
-    Args:
-        strategy: The strategy of the run.
-        checkpoint: Lightning's dictionary, its model and optimizer states sharded.
-        path: The folder; an existing checkpoint under this name is replaced once the new one is whole.
-    """
+def split_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part Lightning's checkpoint into sharded states and plain data, the module's own state among the latter."""
     metadata = dict(checkpoint)
-    state = {"model": metadata.pop("state_dict")}
+    models, metadata["state_dict"] = split_state(metadata["state_dict"], dict(token_models(module)))
+    state: dict[str, Any] = {"model": models}
     for index, value in enumerate(metadata.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = value
-    scratch = path.with_name(f".{path.name}.part")
-    if strategy.is_global_zero:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    strategy.barrier()
-    dcp.save(state, checkpoint_id=scratch)
-    if strategy.is_global_zero:
-        torch.save(metadata, scratch / METADATA)
-        (scratch / MARKER).touch()
-        replace_folder(scratch, path)
-    strategy.barrier()
-
-
-def replace_folder(scratch: Path, path: Path) -> None:
-    """Put the folder ``scratch`` in the place of ``path``, whatever stands there."""
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.is_dir():
-        path.rename(old)
-    elif path.exists():
-        path.unlink()
-    scratch.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    return state, metadata
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -116,7 +78,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: The path is no finished checkpoint.
     """
-    if not (path / MARKER).is_file():
+    recover_checkpoints(path.parent)
+    if not is_whole(path):
         state = "was not finished" if path.is_dir() else "is no checkpoint folder"
         raise ValueError(f"ckpt_path={str(path)!r} {state}; name a folder that this strategy saved, such as last.ckpt.")
     metadata: dict[str, Any] = torch.load(path / METADATA, weights_only=True)
@@ -129,26 +92,60 @@ def load_training_checkpoint(module: LightningModule, optimizers: list[Optimizer
     The checkpoint may come from another number of processes or another layout.
 
     Returns:
-        The rest of Lightning's checkpoint.
+        The rest of Lightning's checkpoint; its ``state_dict`` holds what belongs to no engine model.
 
     Raises:
-        ValueError: The path is no finished checkpoint, or it holds another number of optimizers.
+        ValueError: The path is no finished checkpoint, it holds another number of optimizers or, unless the module's
+            ``strict_loading`` is off, other models.
     """
     metadata = read_metadata(path)
-    for name, root in token_models(module):
-        model = {f"{name}.{key}": value for key, value in get_model_state_dict(root).items()}
-        dcp.load({"model": model}, checkpoint_id=path)
-        set_model_state_dict(root, {key.removeprefix(f"{name}."): value for key, value in model.items()})
-    saved = {key.split(".")[0] for key in dcp.FileSystemReader(path).read_metadata().state_dict_metadata}
-    count = sum(1 for key in saved if key.startswith("optimizer_"))
+    saved = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    roots = dict(token_models(module))
+    targets = {name: get_model_state_dict(root) for name, root in roots.items()}
+    if module.strict_loading:
+        _require_same_names(path, saved, {f"{name}.{key}" for name, state in targets.items() for key in state})
+    for name, root in roots.items():
+        model = {f"{name}.{key}": value for key, value in targets[name].items() if f"model.{name}.{key}" in saved}
+        if model:
+            dcp.load({"model": model}, checkpoint_id=path)
+            # What is not stored stays as it is; tensors are views of the parameters on some layouts only.
+            loaded = {key.removeprefix(f"{name}."): value for key, value in model.items()}
+            set_model_state_dict(root, {**targets[name], **loaded})
+    count = len({key.split(".")[0] for key in saved if key.startswith("optimizer_")})
     if optimizers and count != len(optimizers):
+        holds = f"{count} optimizers" if count else "weights alone, without optimizers,"
         raise ValueError(
-            f"ckpt_path={str(path)!r} holds {count} optimizers, the module configures {len(optimizers)}; resume with "
-            "the module that was saved, or load it without fit."
+            f"ckpt_path={str(path)!r} holds {holds} and the module configures {len(optimizers)}; resume with the "
+            "module that was saved and a checkpoint with its optimizers, or start anew from the weights: "
+            "`lightning-rl export` turns them into a folder for ModelConfig(path=...)."
         )
     for index, optimizer in enumerate(optimizers):
-        root = _owner(module, optimizer)
-        state: dict[str, Any] = {f"optimizer_{index}": get_optimizer_state_dict(root, optimizer)}
-        dcp.load(state, checkpoint_id=path)
-        set_optimizer_state_dict(root, optimizer, state[f"optimizer_{index}"])
+        load_optimizer(module, optimizer, path, f"optimizer_{index}", saved)
     return metadata
+
+
+def load_optimizer(module: LightningModule, optimizer: Optimizer, path: Path, prefix: str, saved: set[str]) -> None:
+    """Load an optimizer's state; parameters without any in the checkpoint stay without. Collective over the world.
+
+    Args:
+        module: The module.
+        optimizer: Empty or not.
+        path: The checkpoint.
+        prefix: The optimizer's name in it.
+        saved: All names in it.
+    """
+    root = _owner(module, optimizer)
+    state: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
+    dcp.load({prefix: state}, checkpoint_id=path)
+    set_optimizer_state_dict(root, optimizer, state)
+
+
+def _require_same_names(path: Path, saved: set[str], expected: set[str]) -> None:
+    found = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    problems = [("does not hold", expected - found), ("holds, which the module does not have,", found - expected)]
+    for problem, names in problems:
+        if names:
+            raise ValueError(
+                f"ckpt_path={str(path)!r} {problem} {min(names)!r} ({len(names)} of {len(expected)} names); resume "
+                "with the module that was saved, or set its strict_loading=False to load what fits."
+            )

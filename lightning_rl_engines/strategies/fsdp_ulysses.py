@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -13,7 +12,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -21,18 +19,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl_engines._compat import IS_INTERACTIVE
-from lightning_rl_engines.checkpoint.training import (
-    load_training_checkpoint,
-    model_state,
-    optimizer_state,
-    save_training_checkpoint,
-)
 from lightning_rl_engines.export.stream import stream_full_gradients, stream_full_parameters
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
 from lightning_rl_engines.models.huggingface import HFTokenModel, load_hf_model
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.sequence.attention import bind_sequence_parallel, select_kernel
+from lightning_rl_engines.strategies.checkpoints import ShardedCheckpoints
 from lightning_rl_engines.strategies.launcher import ForkLauncher
 from lightning_rl_engines.strategies.loss_scale import LossScale
 from lightning_rl_engines.strategies.offload import Offloader
@@ -42,7 +35,7 @@ from lightning_rl_engines.strategies.sharding import FSDPLayout, fsdp_layout, sh
 from lightning_rl_engines.strategies.validation import require_divisor, require_engine_models, require_size
 
 
-class FSDPUlyssesStrategy(MeshRanks, FSDPStrategy):
+class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
     """FSDP1 around each token model, Ulysses across the ranks that share a row.
 
     Ranks form a mesh of data ranks times ``ulysses_sp_size``; neighbouring ranks share a row. Parameters are sharded
@@ -58,6 +51,9 @@ class FSDPUlyssesStrategy(MeshRanks, FSDPStrategy):
         offload_optimizer: Keep optimizer state in host memory outside ``train_mode``.
         defer_gradient_sync: Reduce gradients on the last micro-batch only. Saves communication and keeps an unsharded
             gradient on every rank. Refused under ``bf16-mixed``, where FSDP1 would accumulate it in bf16.
+        async_checkpoint: Write checkpoints in the background, from a copy of the state in host memory. A checkpoint
+            appears under its name once it is whole; the next save, a load and the end of the run wait for it. Name
+            checkpoints by step: one that is being written is invisible to the version counter of ``ModelCheckpoint``.
         process_group_backend: Backend of ``torch.distributed``; by default gloo on CPU, gloo and NCCL on CUDA.
         timeout_seconds: How long a collective may take before the run is given up.
         accelerator: Set by the Trainer.
@@ -81,6 +77,7 @@ class FSDPUlyssesStrategy(MeshRanks, FSDPStrategy):
         offload_optimizer: bool = False,
         reduce_dtype: DTypeName = "float32",
         defer_gradient_sync: bool = False,
+        async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
         accelerator: Accelerator | None = None,
@@ -107,6 +104,8 @@ class FSDPUlyssesStrategy(MeshRanks, FSDPStrategy):
         self.offload_param = offload_param
         self.offload_optimizer = offload_optimizer
         self.defer_gradient_sync = defer_gradient_sync
+        self.async_checkpoint = async_checkpoint
+        self.checkpoint_timeout = timedelta(seconds=timeout_seconds)
         self._offloader = Offloader()
         self._layout: FSDPLayout | None = None
 
@@ -197,6 +196,7 @@ class FSDPUlyssesStrategy(MeshRanks, FSDPStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._restore_random_state()
         # Rows are cut on the host, and each goes to the device on its own.
         return batch if isinstance(batch, Experience) else super().batch_to_device(batch, device, dataloader_idx)
 
@@ -358,35 +358,6 @@ class FSDPUlyssesStrategy(MeshRanks, FSDPStrategy):
         if math.isfinite(max_norm) and bool(torch.isfinite(norm)):
             torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm.float())
         return norm
-
-    # ---- Lightning: checkpoints ----
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        self._offloader.load_all()  # the state dict views live tensors until it is written
-        return model_state(self.lightning_module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return optimizer_state(self.lightning_module, optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise TypeError(f"storage_options={storage_options!r} is not supported: checkpoints are folders.")
-        save_training_checkpoint(self, checkpoint, Path(self.broadcast(filepath)))
-        self._offloader.offload_again()
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        module = self.lightning_module
-        assert module is not None
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        path = Path(self.broadcast(checkpoint_path))
-        self._offloader.load_all()
-        return load_training_checkpoint(module, self.optimizers if fitting else [], path)
 
 
 FSDPUlyssesStrategy.register_strategies(StrategyRegistry)
