@@ -10,19 +10,29 @@ from typing import TYPE_CHECKING, Any, cast
 # Lightning's test for notebooks and interactive shells, so that our launcher and its refusal agree.
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 
-# Lightning offers the fork launcher only inside its own strategies; ours keeps sharded weights in the workers.
+# Lightning offers its launchers only inside its own strategies; ours keep sharded weights in the workers, end together,
+# and recover checkpoints.
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
 from torch import Tensor
 from torch.autograd import Variable
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from transformers import PreTrainedModel
 
 __all__ = [
     "IS_INTERACTIVE",
+    "Launcher",
     "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
     "WorkerOutput",
+    "checkpoint_folder",
     "given_hyperparameters",
     "keys_to_ignore_on_save",
     "queue_backward_callback",
@@ -63,3 +73,8 @@ def reshard_root(model: Any) -> None:
     # A unit knows that it is the root from its first forward pass on; before, nothing has been gathered.
     if handle is not None and model._is_root and handle.uses_sharded_strategy and not handle.needs_unshard():
         handle.reshard(free_unsharded_flat_param=True)
+
+
+def checkpoint_folder(callback: "ModelCheckpoint", trainer: "Trainer") -> str:
+    """Folder that Lightning will look for `last` in; it offers no public way to ask before it looks."""
+    return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]

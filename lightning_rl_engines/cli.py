@@ -29,7 +29,7 @@ from lightning_rl_engines.callbacks import (
     StartCard,
     UpdateCheckpoint,
 )
-from lightning_rl_engines.checkpoint import export_checkpoint
+from lightning_rl_engines.checkpoint import export_checkpoint, recover_checkpoints
 from lightning_rl_engines.cli_errors import explain, strategy_problem
 from lightning_rl_engines.models.config import DTypeName
 from lightning_rl_engines.modules.base import RLModule
@@ -234,10 +234,13 @@ class LightningRLCLI(LightningCLI):
         if path is None or path in ("best", "hpc") or "://" in path or path.startswith("registry"):
             return
         if path != "last":
+            recover_checkpoints(Path(path).parent)
             if not Path(path).exists():
                 self.parser.error(f"ckpt_path={path!r} does not exist; name a checkpoint, or use --ckpt_path last.")
             return
         folders = [str(item.dirpath) for item in callbacks if isinstance(item, ModelCheckpoint)]
+        for folder in folders:
+            recover_checkpoints(Path(folder))
         pattern = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}*{ModelCheckpoint.FILE_EXTENSION}"
         if not any(any(Path(folder).glob(pattern)) for folder in folders):
             where = " or ".join(folders) or "the run: it has no ModelCheckpoint"

@@ -26,7 +26,7 @@ from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.sequence.attention import bind_sequence_parallel, select_kernel
 from lightning_rl_engines.strategies.checkpoints import ShardedCheckpoints
-from lightning_rl_engines.strategies.launcher import ForkLauncher
+from lightning_rl_engines.strategies.launcher import ForkLauncher, HereLauncher, ScriptLauncher, follow_launcher
 from lightning_rl_engines.strategies.loss_scale import LossScale
 from lightning_rl_engines.strategies.offload import Offloader
 from lightning_rl_engines.strategies.precision import EnginePrecision
@@ -148,13 +148,16 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self.num_processes * self.num_nodes == 1:
-            return  # nothing to launch, so a notebook can use the strategy as it is
-        if IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+        environment = self.cluster_environment
+        assert environment is not None
+        follow_launcher()
+        # With one process there is nothing to start, so a notebook can use the strategy as it is.
+        if environment.creates_processes_externally or self.num_processes * self.num_nodes == 1:
+            self._launcher = HereLauncher()
+        elif IS_INTERACTIVE:
             self._launcher = ForkLauncher(self)
         else:
-            super()._configure_launcher()
+            self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     @override
     def _get_process_group_backend(self) -> str:
