@@ -1,4 +1,4 @@
-"""The quickstart as a Python script: everything that the YAML says, said to the Trainer.
+"""The task of the quickstart as a Python script: what its YAML says, said to the Trainer.
 
     python examples/grpo_script.py                          one process
     python examples/grpo_script.py --devices 2              two processes, different prompts on each
