@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "WorkerOutput",
     "checkpoint_folder",
+    "compile_in_place",
     "given_hyperparameters",
     "keys_to_ignore_on_save",
     "queue_backward_callback",
@@ -73,6 +74,17 @@ def reshard_root(model: Any) -> None:
     # A unit knows that it is the root from its first forward pass on; before, nothing has been gathered.
     if handle is not None and model._is_root and handle.uses_sharded_strategy and not handle.needs_unshard():
         handle.reshard(free_unsharded_flat_param=True)
+
+
+def compile_in_place(
+    module: nn.Module, around: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]], **options: Any
+) -> None:
+    """Compile a module's call as ``module.compile`` does, and call the result through ``around(module, compiled)``.
+
+    What ``module.compile`` sets is private, and no hook runs outside of it: hooks of the module are compiled with it.
+    """
+    module.compile(**options)
+    module._compiled_call_impl = around(module, module._compiled_call_impl)  # type: ignore[arg-type]
 
 
 def checkpoint_folder(callback: "ModelCheckpoint", trainer: "Trainer") -> str:

@@ -57,6 +57,11 @@ class ModelConfig:
         freeze: Patterns of Hugging Face parameter names that are not trained, such as ``["lm_head.*"]``; each must
             match a parameter.
         gradient_checkpointing: Recompute the activations of each decoder layer in the backward pass.
+        use_liger: Compute RMS norms and gated MLPs with Liger's Triton kernels in engines; needs a GPU and the extra
+            ``liger``. Rollouts keep the model's own.
+        compile: Compile each decoder layer with ``torch.compile``; attention stays outside. Results are those of the
+            plain layer up to rounding.
+        compile_backend: Backend of ``torch.compile``.
         trust_remote_code: Allow model code from the folder or the hub.
         revision: Hub revision.
         tokenizer: Folder or hub name of the tokenizer; by default the model's own.
@@ -73,6 +78,9 @@ class ModelConfig:
     attn_implementation: Literal["auto", "sdpa", "varlen", "flash", "flex"] = "auto"
     freeze: tuple[str, ...] | list[str] = ()
     gradient_checkpointing: bool = False
+    use_liger: bool = False
+    compile: bool = False
+    compile_backend: str = "inductor"
     trust_remote_code: bool = False
     revision: str | None = None
     tokenizer: str | None = None
@@ -96,6 +104,18 @@ class ModelConfig:
         if self.attn_implementation not in kernels:
             raise ValueError(
                 f"ModelConfig(attn_implementation={self.attn_implementation!r}) is unknown; use one of {kernels}."
+            )
+        self._check_speed_options()
+
+    def _check_speed_options(self) -> None:
+        if self.compile_backend != "inductor" and not self.compile:
+            raise ValueError(
+                f"ModelConfig(compile_backend={self.compile_backend!r}) has no effect with compile=False; use "
+                "compile=True, or leave compile_backend out."
+            )
+        if self.compile and self.use_liger:
+            raise ValueError(
+                "ModelConfig(compile=True, use_liger=True) would replace what the compiler fuses; use one of the two."
             )
 
     @property

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_rl_engines.algorithms.outputs import TokenOutputs
 from lightning_rl_engines.export.plan import plan_from_hf_model
 from lightning_rl_engines.heads import linear_log_prob
+from lightning_rl_engines.models.compile import compile_layers
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.graph_guard import GraphGuard
 from lightning_rl_engines.models.token_model import TokenModel, inverse_temperature, scatter_predicted
@@ -177,6 +178,8 @@ class HFTokenModel(TokenModel):
         if model_config.gradient_checkpointing:
             # Re-entrant checkpointing drops our keyword arguments and needs inputs that require a gradient.
             hf.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        if model_config.compile:
+            compile_layers(self.layers, backend=model_config.compile_backend)
 
     @property
     def layers(self) -> list[nn.Module]:

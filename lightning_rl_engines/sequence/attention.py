@@ -251,6 +251,8 @@ def _attend(
 
 
 def _function_of(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
+    # Outside the graphs of a compiled layer: a graph would hold the documents of one row.
+    @torch.compiler.disable
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:

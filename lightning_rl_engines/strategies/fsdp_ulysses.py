@@ -20,8 +20,10 @@ from typing_extensions import override
 
 from lightning_rl_engines._compat import IS_INTERACTIVE
 from lightning_rl_engines.export.stream import stream_full_gradients, stream_full_parameters
+from lightning_rl_engines.models.compile import check_backend
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
 from lightning_rl_engines.models.huggingface import HFTokenModel, load_hf_model
+from lightning_rl_engines.models.liger import use_liger_kernels
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.sequence.attention import bind_sequence_parallel, select_kernel
@@ -267,7 +269,11 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
         reader = self.global_rank == 0
         hf, error = None, None
         try:
+            if config.compile:
+                check_backend(config.compile_backend, self.root_device)
             hf = load_hf_model(config, dtype=dtype, device="cpu" if reader else "meta", empty=not reader)
+            if config.use_liger:
+                use_liger_kernels(hf, self.root_device)
             bind_sequence_parallel(hf, self.sequence_parallel_group, kernel=kernel)
         except Exception as exception:  # of any type: the other ranks wait for the weights
             error = exception
