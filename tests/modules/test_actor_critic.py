@@ -54,14 +54,15 @@ def test_the_critic_warms_up_alone_and_each_schedule_has_the_length_of_its_own_o
     assert result["steps"] == [0, 2, 6, 10]
     assert result["lengths"] == [4, 6]
     first, second, third = result["history"]
-    assert "train/grad_norm" not in first and "train/critic/grad_norm" in first
+    assert math.isnan(first["train/grad_norm"])
+    assert all(row["train/critic/grad_norm"] > 0 for row in (first, second, third))
+    assert all(row["train/grad_norm"] > 0 for row in (second, third))
     assert [row["train/lr"] for row in (second, third)] == pytest.approx([1e-3 * (1 + 3 / 4) / 2, 1e-3 * 3 / 8])
     rates = [row["train/critic/lr"] for row in (first, second, third)]
     assert rates == pytest.approx([1e-3 * 11 / 12, 1e-3 * 7 / 12, 1e-3 * 3 / 12])
     # Reference and policy are equal until the policy moves.
     assert first["train/reward_kl"] == second["train/reward_kl"] == 0.0 != third["train/reward_kl"]
     for row in (first, second, third):
-        assert all(math.isfinite(value) for value in row.values() if value == value)
         assert row["train/rollout_log_prob_gap"] < 1e-5
 
 
@@ -71,7 +72,7 @@ def test_a_resumed_run_continues_exactly_and_the_critic_can_be_exported(tmp_path
         straight, resumed = result["weights"]
         for model, tensors in straight.items():
             assert all(torch.equal(tensor, resumed[model][name]) for name, tensor in tensors.items())
-        assert result["rows"][0] == result["rows"][1] or str(result["rows"][0]) == str(result["rows"][1])
+        assert result["rows"][0] == result["rows"][1]
         assert result["global_step"] == 6
     exported = export_checkpoint(tmp_path / "step=6.ckpt", tmp_path / "from_checkpoint", model="critic")
     for folder in (exported, tmp_path / "critic"):
