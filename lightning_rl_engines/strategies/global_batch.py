@@ -124,7 +124,9 @@ def describe(
 
 
 def _fingerprint(column: torch.Tensor) -> int:
-    return zlib.crc32(column.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    # A copy, since an expanded column of one element counts as contiguous and still cannot be viewed as bytes.
+    dense = column.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return zlib.crc32(dense.view(torch.uint8).numpy().data)
 
 
 def _find_error(

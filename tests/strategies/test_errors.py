@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_rl_engines import ModelConfig, PolicyLoss
+from lightning_rl_engines.strategies.global_batch import describe
 from tests.modules.cases import fit, policy_module
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import (
@@ -95,6 +96,22 @@ def test_bad_calls_are_refused_on_all_ranks_together_with_the_place() -> None:
     for name, parts in words.items():
         for part in parts:
             assert part in found[name], (name, found[name])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.float64])
+def test_columns_of_every_size_and_type_are_described_by_their_values(count: int, dtype: torch.dtype) -> None:
+    experience = make_documents(str(tiny_model_folder("llama")), vocabulary=64).experience([0, 1]).select(range(count))
+
+    def prints(column: torch.Tensor) -> tuple[int, ...]:
+        other = experience.with_document_columns(weight=column)
+        found = describe(other, data_rank=0, vocab_size=64, temperature=1.0, required_columns=(), settings="")
+        assert found.error is None
+        return found.fingerprints
+
+    one = torch.ones(1, dtype=dtype).expand(count)
+    assert prints(one) == prints(torch.ones(count, dtype=dtype))
+    assert (prints(one) != prints(torch.zeros(count, dtype=dtype))) == (count > 0)
 
 
 def disagree_beyond_an_empty_rank(folder: str, documents: Documents) -> None:
