@@ -12,7 +12,7 @@ from lightning_rl_engines.models.huggingface import load_hf_model
 from lightning_rl_engines.modules import ActorCriticModule
 from lightning_rl_engines.rollout import HFRollout
 from tests.modules import critic_cases as cases
-from tests.support import run_workers
+from tests.support import WorkerError, run_workers
 
 CONFIG = ModelConfig(from_config={"model_type": "llama", "vocab_size": 8}, freeze=["lm_head.*"], seed=3)
 
@@ -120,3 +120,28 @@ def test_a_kl_in_the_reward_brings_a_reference():
 def test_arguments_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ActorCriticModule(policy=CONFIG, **options)
+
+
+def constant(value):
+    return [[value] * len(mask) for mask in cases.MASKS]
+
+
+def test_ready_columns_are_used_and_steps_of_the_policy_that_are_not_finite_end_the_run():
+    """The critic's steps in between are fine, and do not count for the policy's."""
+    given = {"advantages": [math.nan] * len(cases.MASKS), "returns": constant(1.0), "values": constant(0.5)}
+    (result,) = run_workers(1, cases.run_given, **given)
+    assert result["advantages"].isnan().all() and (result["values"] == 0.5).all()
+    assert "3 optimizer steps in a row were skipped" in result["error"]
+    assert [row["train/critic/return_mean"] for row in result["history"]] == [1.0, 1.0]
+    assert [row["train/skipped_steps"] for row in result["history"]] == [1.0, 1.0]
+    assert result["global_step"] == 3
+    start = load_hf_model(ModelConfig(path=cases.folders()[0])).state_dict()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in result["policy"].items())
+    # Returns do not vary, so there is no variance to explain.
+    assert "train/critic/explained_variance" not in result["history"][0]
+
+
+def test_advantages_without_returns_are_refused_on_all_ranks():
+    with pytest.raises(WorkerError, match="of 'advantages' and 'returns' only one") as raised:
+        run_workers(2, cases.run_given, advantages=[1.0] * len(cases.MASKS))
+    assert raised.value.all_ranks_raised(ValueError)
