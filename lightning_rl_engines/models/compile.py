@@ -29,9 +29,10 @@ def check_backend(backend: str, device: torch.device) -> None:
     Raises:
         ValueError: The backend is unknown, or does not compile on this device, with its own reason.
     """
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise ValueError(f"ModelConfig(compile_backend={backend!r}) is unknown; use one of {known}.")
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        raise ValueError(
+            f"ModelConfig(compile_backend={backend!r}) is unknown; use one of {torch.compiler.list_backends()}."
+        )
 
     def probe(values: torch.Tensor) -> torch.Tensor:
         return values * 2 + 1
@@ -95,7 +96,8 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     @staticmethod
     @override
