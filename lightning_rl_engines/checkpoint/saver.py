@@ -12,12 +12,10 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lightning_rl_engines.checkpoint.folders import open_scratch, publish, remove_checkpoint, remove_leftovers
+from lightning_rl_engines.checkpoint.training import Gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Gather = Callable[[Any], list[Any]]
-"""Returns the objects of all ranks, in their order; collective over the world."""
 
 
 class CheckpointSaver:

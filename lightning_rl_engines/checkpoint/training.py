@@ -5,7 +5,7 @@ plain data in ``meta.pt``, and a marker. It is written beside its place and rena
 of a checkpoint is a whole one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,12 @@ from torch.optim import Optimizer
 from lightning_rl_engines.checkpoint.folders import METADATA, is_whole, recover_checkpoints
 from lightning_rl_engines.checkpoint.module_state import collect_state, engine_models, split_state
 
+Gather = Callable[[Any], list[Any]]
+"""Returns the objects of all ranks, in their order; collective over the world."""
+
+_GROUPS = "idle_optimizers"
+"""Options of the groups of optimizers that have no state, by index."""
+
 
 def token_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and root of each trainable model that an engine built; frozen references are rebuilt, not saved."""
@@ -41,14 +47,26 @@ def module_state(module: LightningModule) -> dict[str, Any]:
     return collect_state(module, {name: get_model_state_dict(root) for name, root in token_models(module)})
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state(module: nn.Module, optimizer: Optimizer, gather: Gather) -> dict[str, Any]:
     """Return the sharded state of an optimizer, keyed by parameter names; collective over the world.
+
+    Args:
+        module: The module.
+        optimizer: One of its optimizers, possibly in Lightning's wrapper.
+        gather: Exchanges objects between the ranks.
+
+    Returns:
+        The state, or the options of its groups alone if there is no state on any rank, as before the first step.
 
     Raises:
         ValueError: The optimizer's parameters belong to none or to several of the models.
     """
     raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return get_optimizer_state_dict(_owner(module, raw), raw)
+    owner = _owner(module, raw)
+    if not any(gather(bool(raw.state))):
+        # torch would take a step to see what a state looks like, and Adam would count it.
+        return {_GROUPS: [{key: group[key] for key in group if key != "params"} for group in raw.param_groups]}
+    return get_optimizer_state_dict(owner, raw)
 
 
 def _owner(module: nn.Module, optimizer: Optimizer) -> nn.Module:
@@ -68,7 +86,10 @@ def split_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> tup
     models, metadata["state_dict"] = split_state(metadata["state_dict"], dict(token_models(module)))
     state: dict[str, Any] = {"model": models}
     for index, value in enumerate(metadata.pop("optimizer_states", [])):
-        state[f"optimizer_{index}"] = value
+        if _GROUPS in value:
+            metadata.setdefault(_GROUPS, {})[index] = value[_GROUPS]
+        else:
+            state[f"optimizer_{index}"] = value
     return state, metadata
 
 
@@ -111,7 +132,8 @@ def load_training_checkpoint(module: LightningModule, optimizers: list[Optimizer
             # What is not stored stays as it is; tensors are views of the parameters on some layouts only.
             loaded = {key.removeprefix(f"{name}."): value for key, value in model.items()}
             set_model_state_dict(root, {**targets[name], **loaded})
-    count = len({key.split(".")[0] for key in saved if key.startswith("optimizer_")})
+    idle = metadata.pop(_GROUPS, {})
+    count = len({key.split(".")[0] for key in saved if key.startswith("optimizer_")}) + len(idle)
     if optimizers and count != len(optimizers):
         holds = f"{count} optimizers" if count else "weights alone, without optimizers,"
         raise ValueError(
@@ -120,24 +142,15 @@ def load_training_checkpoint(module: LightningModule, optimizers: list[Optimizer
             "`lightning-rl export` turns them into a folder for ModelConfig(path=...)."
         )
     for index, optimizer in enumerate(optimizers):
-        load_optimizer(module, optimizer, path, f"optimizer_{index}", saved)
+        if index in idle:
+            for group, options in zip(optimizer.param_groups, idle[index], strict=True):
+                group.update(options)
+            continue
+        root = _owner(module, optimizer)
+        state: dict[str, Any] = {f"optimizer_{index}": get_optimizer_state_dict(root, optimizer)}
+        dcp.load(state, checkpoint_id=path)
+        set_optimizer_state_dict(root, optimizer, state[f"optimizer_{index}"])
     return metadata
-
-
-def load_optimizer(module: LightningModule, optimizer: Optimizer, path: Path, prefix: str, saved: set[str]) -> None:
-    """Load an optimizer's state; parameters without any in the checkpoint stay without. Collective over the world.
-
-    Args:
-        module: The module.
-        optimizer: Empty or not.
-        path: The checkpoint.
-        prefix: The optimizer's name in it.
-        saved: All names in it.
-    """
-    root = _owner(module, optimizer)
-    state: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
-    dcp.load({prefix: state}, checkpoint_id=path)
-    set_optimizer_state_dict(root, optimizer, state)
 
 
 def _require_same_names(path: Path, saved: set[str], expected: set[str]) -> None:

@@ -57,7 +57,7 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return optimizer_state(self.lightning_module, optimizer)
+        return optimizer_state(self.lightning_module, optimizer, self.all_gather_objects)
 
     def _all_random_states(self) -> list[list[RandomState]]:
         found = self.all_gather_objects((self.data_parallel_rank, self.sequence_parallel_rank, random_state()))

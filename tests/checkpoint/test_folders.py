@@ -82,7 +82,7 @@ def test_whenever_a_save_dies_the_old_or_the_new_checkpoint_is_there(tmp_path: P
             write(path, 2)
         recover_checkpoints(folder)
         for item in folder.glob("*"):
-            assert item.name[0] == "." or item.is_file() or is_whole(item), f"{item} is not whole, death before change {number}"
+            assert item.name[0] == "." or item.is_file() or is_whole(item), (item, number)
         found = step_of(path) if path.is_dir() else 0
         seen.add(found)
         assert found in {"folder": (1, 2), "link": (1, 2), "none": (0, 2), "file": (0, 2)}[former]
