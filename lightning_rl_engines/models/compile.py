@@ -40,9 +40,10 @@ def check_backend(backend: str, device: torch.device) -> None:
     try:
         torch.compile(probe, backend=backend)(torch.ones(2, device=device))
     except Exception as error:  # of any type: compilers differ in what they raise
+        reason = " ".join(str(error).split("\n")[:2])  # the compiler's name, and what it said
         raise ValueError(
             f"ModelConfig(compile=True, compile_backend={backend!r}) does not work on {device.type!r} here: "
-            f"{str(error).strip().splitlines()[0]} Use compile=False, or another compile_backend."
+            f"{reason} Use compile=False, or another compile_backend."
         ) from error
 
 

@@ -1,0 +1,159 @@
+"""Compiled decoder layers: the same gradients in every layout, clean names, few graphs, or a refusal."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo import register_backend
+from torch._dynamo.utils import counters
+
+from lightning_rl_engines import ModelConfig
+from lightning_rl_engines.models.compile import check_backend, compile_layers
+from tests.strategies.reference import Documents, make_documents
+from tests.strategies.steps import (
+    assert_near,
+    copies,
+    gradients_of,
+    mine,
+    plain_model,
+    plain_score_loss,
+    score_loss,
+    weights_of,
+)
+from tests.support import WorkerError, run_workers
+from tests.support.engine import EngineModule, with_engine
+from tests.support.models import tiny_model_folder
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def train(config: ModelConfig, documents: Documents, **strategy: Any) -> dict[str, Any]:
+    """On a rank: gradients by ever smaller micro-batches, and what was compiled on the way."""
+    torch.compiler.reset()
+
+    def body(module: EngineModule) -> dict[str, Any]:
+        engine: Any = module.engine
+        experience, policy = mine(engine, documents), module.policy
+        found: dict[str, Any] = {"gradients": [], "graphs": [-graphs()], "log_probs": []}
+        for budget in (64, 40, 32):
+            policy.zero_grad()
+            output = engine.infer_batch(policy, experience, max_tokens_per_micro_batch=budget)
+            found["log_probs"].append(output.columns["log_probs"])
+            engine.forward_backward_batch(policy, experience, score_loss, max_tokens_per_micro_batch=budget)
+            # With gradients there: a trace of now must not stumble over them.
+            engine.infer_batch(policy, experience)
+            found["gradients"].append(copies(engine.get_per_tensor_grad(policy)))
+            found["graphs"].append(graphs())
+        found["weights"] = copies(engine.get_per_tensor_param(policy))
+        found["state"] = list(module.state_dict())
+        return found
+
+    return with_engine(body, config, **strategy)
+
+
+CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (1, {}, {"compile_backend": "inductor"}),
+    (1, {}, {"compile_backend": "aot_eager", "gradient_checkpointing": True}),
+    (2, {}, {"compile_backend": "aot_eager"}),
+    (2, {"ulysses_sp_size": 2}, {"compile_backend": "aot_eager", "gradient_checkpointing": True}),
+    (2, {"fsdp_size": 1}, {"compile_backend": "aot_eager"}),
+]
+
+
+@pytest.mark.parametrize(("world", "strategy", "options"), CASES)
+def test_gradients_are_those_of_the_plain_model(world: int, strategy: dict[str, Any], options: dict[str, Any]) -> None:
+    folder = str(tiny_model_folder("qwen3"))
+    documents = make_documents(folder, vocabulary=64)
+    model = plain_model(folder)
+    plain_score_loss(model, documents).backward()
+    plain = run_workers(world, train, ModelConfig(path=folder), documents, **strategy)
+    config = ModelConfig(path=folder, compile=True, **options)
+    found = run_workers(world, train, config, documents, timeout=240, **strategy)
+    for rank, before in zip(found, plain, strict=True):
+        for gradients in rank["gradients"]:
+            assert_near(gradients, gradients_of(model))
+        for log_probs, expected in zip(rank["log_probs"], before["log_probs"], strict=True):
+            assert (log_probs - expected).abs().max() < 1e-5
+        assert rank["state"] == before["state"]
+        assert rank["weights"].keys() == weights_of(model).keys()
+        assert before["graphs"][0] + before["graphs"][-1] == 0, "nothing is compiled without the option"
+        assert rank["graphs"][0] + rank["graphs"][1] > 0
+        assert rank["graphs"][-1] == rank["graphs"][-2], "other lengths need no further graphs"
+
+
+PAIRS = list(itertools.product([False, True], [False, True], [(), ("*mlp*",), ("*self_attn.q_proj*", "lm_head*")]))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_checkpointing_compiler_and_frozen_parts_go_together(world: int) -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    model = plain_model(folder)
+    plain_score_loss(model, documents).backward()
+    expected = gradients_of(model)
+    for checkpointing, compiled, freeze in PAIRS:
+        options: dict[str, Any] = {"compile": True, "compile_backend": "aot_eager"} if compiled else {}
+        config = ModelConfig(path=folder, gradient_checkpointing=checkpointing, freeze=freeze, **options)
+        for found in run_workers(world, step, config, documents, timeout=240):
+            assert found.keys() < expected.keys() if freeze else found.keys() == expected.keys()
+            assert_near(found, {name: expected[name] for name in found})
+
+
+def step(config: ModelConfig, documents: Documents, **strategy: Any) -> dict[str, Any]:
+    def body(module: EngineModule) -> dict[str, Any]:
+        engine: Any = module.engine
+        engine.forward_backward_batch(module.policy, mine(engine, documents), score_loss)
+        return copies(engine.get_per_tensor_grad(module.policy))
+
+    return with_engine(body, config, **strategy)
+
+
+def test_names_stay_and_a_copy_is_a_plain_model() -> None:
+    model = plain_model(tiny_model_folder("llama"))
+    before = list(model.state_dict())
+    layers = list(model.model.layers)
+    compile_layers(layers, backend="eager")
+    assert list(model.state_dict()) == before
+    assert not any("_orig_mod" in name for name, _ in model.named_modules())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    ids = torch.arange(9)[None]
+    expected = plain_model(tiny_model_folder("llama"))(input_ids=ids).logits
+    assert torch.allclose(twin(input_ids=ids).logits, expected, atol=1e-5)
+
+
+# ---- refusals ----
+
+
+def test_an_unknown_backend_is_refused_on_all_ranks() -> None:
+    config = ModelConfig(path=str(tiny_model_folder("llama")), compile=True, compile_backend="inductr")
+    with pytest.raises(WorkerError, match=r"compile_backend='inductr'.*'inductor'") as caught:
+        run_workers(2, with_engine, None, config)
+    assert caught.value.all_ranks_raised(ValueError)
+
+
+def fail_to_compile(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("no compiler found")
+
+
+def test_a_backend_that_does_not_compile_here_is_refused_with_its_reason() -> None:
+    torch.compiler.reset()
+    register_backend(fail_to_compile, "fails_in_tests")
+    with pytest.raises(ValueError, match=r"compile_backend='fails_in_tests'.* no compiler found Use compile=False"):
+        check_backend("fails_in_tests", torch.device("cpu"))
+
+
+def test_a_backend_without_the_compiler_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compile_backend='eager'.*no effect with compile=False"):
+        ModelConfig(path="x", compile_backend="eager")
+
+
+@pytest.mark.cuda
+def test_inductor_compiles_on_cuda() -> None:
+    check_backend("inductor", torch.device("cuda"))
