@@ -38,7 +38,9 @@ __all__ = [
     "keys_to_ignore_on_save",
     "queue_backward_callback",
     "reshard_root",
+    "restore_frozen_parameters",
     "revert_weight_conversion",
+    "set_adapter_disabled",
 ]
 
 
@@ -90,3 +92,21 @@ def compile_in_place(
 def checkpoint_folder(callback: "ModelCheckpoint", trainer: "Trainer") -> str:
     """Folder that Lightning will look for `last` in; it offers no public way to ask before it looks."""
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+
+
+def restore_frozen_parameters(root: Any) -> None:
+    """Make weights of frozen units parameters again; FSDP1 leaves them plain views after backward without sharding.
+
+    Its own check whether a unit was put back compares addresses, which are always the same where nothing is sharded.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        handle = unit._handle
+        if handle is not None and not handle.uses_sharded_strategy and not handle.flat_param.requires_grad:
+            handle.reshard(free_unsharded_flat_param=False)
+
+
+def set_adapter_disabled(module: Any, disabled: bool) -> None:
+    """Switch one of peft's modules; its public way also flips ``requires_grad``, which FSDP1 has read already."""
+    module._disable_adapters = disabled

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_rl_engines.export.sinks import Communicator, ExportContext, WeightSink, drain
 from lightning_rl_engines.models.config import DTypeName, ModelConfig
+from lightning_rl_engines.models.lora_config import adapter_config_dict
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.modules.tokenizer import load_tokenizer
 from lightning_rl_engines.strategies.engine import Engine
@@ -31,9 +32,9 @@ class WeightExport(Callback):
     Args:
         sink: Receives the weights, on rank 0; :class:`~lightning_rl_engines.HFFolderSink` writes a folder.
         every_n_updates: Updates from one export to the next.
-        weights: ``"full"``, or under LoRA ``"merged"`` (base plus adapters) or ``"adapter"`` (adapters, PEFT layout).
+        weights: ``"full"``, or under LoRA ``"merged"`` (base plus adapter) or ``"adapter"`` (a PEFT folder).
         dtype: Type to cast floating-point tensors to; ``None`` keeps the storage type, so fp32 masters are exported
-            as fp32.
+            as fp32, and merged weights too.
         model: Attribute of the module that holds the model: ``"policy"``, ``"critic"`` or ``"reward_model"``. A model
             with a value head becomes a token-classification folder with one label, which ``ModelConfig(path=...,
             head="value")`` reads.
@@ -126,18 +127,20 @@ class WeightExport(Callback):
         """
         started = time.monotonic()
         model, updates = self._find(pl_module), _updates(pl_module)
+        adapter = model.adapter if self.weights == "adapter" else None
         context = ExportContext(
             step=trainer.global_step,
             update=updates,
             config=model.config,
             generation_config=self._generation_config,
             tokenizer=self._tokenizer,
+            adapter_config=None if adapter is None else adapter_config_dict(adapter.config),
         )
         self.last_path = drain(
             self._stream(trainer, model),
             self.sink,
             cast(Communicator, trainer.strategy),
-            plan=model.export_plan,
+            plan=model.export_plan if adapter is None else adapter.plan,
             context=context,
         )
         self.last_update = updates

@@ -3,19 +3,25 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_rl_engines.checkpoint.adapter import METADATA_KEY, rebuild_model
 from lightning_rl_engines.checkpoint.training import read_metadata
+from lightning_rl_engines.export.folder import HFFolderSink
 from lightning_rl_engines.export.plan import ExportPlan, plan_from_hf_model
 from lightning_rl_engines.export.sinks import ExportContext
-from lightning_rl_engines.export.folder import HFFolderSink
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
 from lightning_rl_engines.models.huggingface import load_hf_model
+from lightning_rl_engines.models.lora import load_adapter
+from lightning_rl_engines.models.lora_config import adapter_config_dict
+from lightning_rl_engines.models.weights import stream_weights
+
+_Stream: TypeAlias = Iterator[tuple[str, Tensor]]
 
 
 def export_checkpoint(
@@ -25,44 +31,80 @@ def export_checkpoint(
     dtype: DTypeName | None = None,
     model: str = "policy",
     max_shard_size: int | str = "5GB",
+    weights: Literal["full", "merged", "adapter"] | None = None,
 ) -> Path:
     """Write a model of a training checkpoint as a Hugging Face folder; one process, on the host.
 
     Args:
         checkpoint: A folder that a run saved, such as ``runs/grpo/checkpoints/last.ckpt``.
         output: The folder to write; an existing export in its place is replaced.
-        dtype: Type of the exported weights; ``None`` keeps the stored one, fp32 for trained models.
+        dtype: Type of the exported weights; ``None`` keeps the stored one, fp32 for trained and merged models.
         model: Which of the module's models, by its argument's name.
         max_shard_size: Largest file, in bytes or as ``"5GB"``.
+        weights: ``"full"``; of a run with LoRA ``"merged"`` (base plus adapter) or ``"adapter"`` (a PEFT folder);
+            ``None`` for ``"full"`` or ``"merged"``, whichever there is. Merging reads the base from where the run did.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: No finished checkpoint, or it does not say how ``model`` was built.
+        ValueError: No finished checkpoint, it does not say how ``model`` was built, or it has no such weights.
     """
     path = Path(checkpoint)
     metadata = read_metadata(path)
     config = _model_config(metadata.get("hyper_parameters", {}), model, path)
-    with torch.device("meta"):
-        hf = load_hf_model(config, device="meta", empty=True)
-    plan = plan_from_hf_model(hf)
+    adapter = metadata.get(METADATA_KEY, {}).get(model)
+    if weights not in (("full", None) if adapter is None else ("merged", "adapter", None)):
+        have = "whole weights" if adapter is None else "an adapter"
+        raise ValueError(f"weights={weights!r}: checkpoint={str(path)!r} holds {have} of {model!r}; leave it out.")
+    target = None if dtype is None else torch_dtype(dtype)
+    if adapter is None:
+        hf, plan, stream = _full(config, path, model, target)
+        adapter_config = None
+    else:
+        merged = weights != "adapter"
+        hf, plan, stream, options = _adapted(config, adapter, path, model, target, merged=merged)
+        adapter_config = None if merged else options
     sink = HFFolderSink(path=str(output), max_shard_size=max_shard_size)
     context = ExportContext(
         step=metadata["global_step"],
         config=hf.config,
         generation_config=hf.generation_config if hf.can_generate() else None,
         tokenizer=_tokenizer(config),
+        adapter_config=adapter_config,
     )
     sink.open(plan, context)
     try:
-        for name, tensor in _saved_weights(path, plan, f"model.{model}.hf."):
-            sink.write(name, tensor if dtype is None else tensor.to(torch_dtype(dtype)))
+        for name, tensor in stream:
+            sink.write(name, tensor)
         sink.close()
     except BaseException as error:
         sink.abort(error)
         raise
     return Path(output)
+
+
+def _full(config: ModelConfig, path: Path, model: str, dtype: torch.dtype | None) -> tuple[Any, ExportPlan, _Stream]:
+    with torch.device("meta"):
+        hf = load_hf_model(config, device="meta", empty=True)
+    plan = plan_from_hf_model(hf)
+    tensors = _saved_weights(path, plan, f"model.{model}.hf.")
+    return hf, plan, ((name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in tensors)
+
+
+def _adapted(
+    config: ModelConfig, saved: Mapping[str, Any], path: Path, model: str, dtype: torch.dtype | None, *, merged: bool
+) -> tuple[Any, ExportPlan, _Stream, dict[str, Any]]:
+    built = rebuild_model(config, saved, path, with_base=merged)
+    adapter = built.adapter
+    assert adapter is not None
+    options = adapter_config_dict(adapter.config)
+    tensors = _saved_weights(path, adapter.plan, f"model.{model}.hf.")
+    if not merged:
+        stream = ((name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in tensors)
+        return built.hf, adapter.plan, stream, options
+    load_adapter(built.hf, adapter.plan, dict(tensors), f"checkpoint={str(path)!r}")
+    return built.hf, adapter.base_plan, stream_weights(built, built, "merged", dtype), options
 
 
 def _model_config(hyper_parameters: Mapping[str, Any], model: str, path: Path) -> ModelConfig:

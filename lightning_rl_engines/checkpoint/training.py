@@ -14,14 +14,16 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
+from lightning_rl_engines.checkpoint.adapter import (
+    METADATA_KEY,
+    describe_adapter,
+    load_trained_state,
+    require_same_adapter,
+    trained_state,
+)
 from lightning_rl_engines.checkpoint.folders import METADATA, is_whole, recover_checkpoints
 from lightning_rl_engines.checkpoint.module_state import collect_state, engine_models, split_state
 
@@ -42,9 +44,10 @@ def token_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def module_state(module: LightningModule) -> dict[str, Any]:
     """Return the module's ``state_dict`` with its trainable models sharded, by canonical names.
 
-    Collective over the world. Overrides of ``state_dict`` count.
+    Collective over the world. Overrides of ``state_dict`` count. Of a model with an adapter, the
+    adapter alone.
     """
-    return collect_state(module, {name: get_model_state_dict(root) for name, root in token_models(module)})
+    return collect_state(module, {name: trained_state(root) for name, root in token_models(module)})
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer, gather: Gather) -> dict[str, Any]:
@@ -83,7 +86,10 @@ def _owner(module: nn.Module, optimizer: Optimizer) -> nn.Module:
 def split_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Part Lightning's checkpoint into sharded states and plain data, the module's own state among the latter."""
     metadata = dict(checkpoint)
-    models, metadata["state_dict"] = split_state(metadata["state_dict"], dict(token_models(module)))
+    roots = dict(token_models(module))
+    described = {name: describe_adapter(root) for name, root in roots.items()}
+    metadata[METADATA_KEY] = {name: found for name, found in described.items() if found is not None}
+    models, metadata["state_dict"] = split_state(metadata["state_dict"], roots)
     state: dict[str, Any] = {"model": models}
     for index, value in enumerate(metadata.pop("optimizer_states", [])):
         if _GROUPS in value:
@@ -117,12 +123,14 @@ def load_training_checkpoint(module: LightningModule, optimizers: list[Optimizer
 
     Raises:
         ValueError: The path is no finished checkpoint, it holds another number of optimizers or, unless the module's
-            ``strict_loading`` is off, other models.
+            ``strict_loading`` is off, other models; or its adapters are others.
     """
     metadata = read_metadata(path)
     saved = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
     roots = dict(token_models(module))
-    targets = {name: get_model_state_dict(root) for name, root in roots.items()}
+    for name, root in roots.items():
+        require_same_adapter(name, root, metadata.get(METADATA_KEY, {}).get(name), path)
+    targets = {name: trained_state(root) for name, root in roots.items()}
     if module.strict_loading:
         _require_same_names(path, saved, {f"{name}.{key}" for name, state in targets.items() for key in state})
     for name, root in roots.items():
@@ -131,7 +139,7 @@ def load_training_checkpoint(module: LightningModule, optimizers: list[Optimizer
             dcp.load({"model": model}, checkpoint_id=path)
             # What is not stored stays as it is; tensors are views of the parameters on some layouts only.
             loaded = {key.removeprefix(f"{name}."): value for key, value in model.items()}
-            set_model_state_dict(root, {**targets[name], **loaded})
+            load_trained_state(root, {**targets[name], **loaded})
     idle = metadata.pop(_GROUPS, {})
     count = len({key.split(".")[0] for key in saved if key.startswith("optimizer_")}) + len(idle)
     if optimizers and count != len(optimizers):

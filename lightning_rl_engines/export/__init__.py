@@ -1,6 +1,7 @@
 """Weights out, one tensor at a time: what is exported, how it is gathered, where it goes."""
 
 from lightning_rl_engines.export.folder import HFFolderSink
+from lightning_rl_engines.export.lora import stream_merged_parameters
 from lightning_rl_engines.export.plan import ExportEntry, ExportPlan, plan_from_hf_model
 from lightning_rl_engines.export.server import InferenceClient, InferenceServerSink
 from lightning_rl_engines.export.sinks import ExportContext, MemorySink, ModuleSink, WeightSink, drain
@@ -20,4 +21,5 @@ __all__ = [
     "plan_from_hf_model",
     "stream_full_gradients",
     "stream_full_parameters",
+    "stream_merged_parameters",
 ]

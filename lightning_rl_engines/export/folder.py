@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -26,7 +27,8 @@ class HFFolderSink(WeightSink):
     """Writes a folder that ``from_pretrained`` and inference servers load.
 
     ``model.safetensors``, or numbered shards with their index; ``config.json`` with the exported type, the generation
-    configuration and the tokenizer where the context has them. Memory: at most one shard and one tensor.
+    configuration and the tokenizer where the context has them. Memory: at most one shard and one tensor. An adapter
+    becomes a PEFT folder: one file, with ``adapter_config.json`` in the place of the model's configurations.
 
     The folder is written beside its destination and renamed when complete. An earlier export there is replaced then;
     if the process dies before, it is left as it was.
@@ -44,7 +46,7 @@ class HFFolderSink(WeightSink):
     def __init__(self, *, path: str, max_shard_size: int | str = "5GB") -> None:
         self.path = str(path)
         self.max_shard_size = max_shard_size
-        self._limit = _parse_size(max_shard_size)
+        _parse_size(max_shard_size)
         _expand(self.path, ExportContext())
         self._location: str | None = None
         self._target = self._partial = Path()
@@ -78,6 +80,8 @@ class HFFolderSink(WeightSink):
         for leftover in (self._partial, previous):
             shutil.rmtree(leftover, ignore_errors=True)
         self._partial.mkdir()
+        # peft reads one file.
+        self._limit = sys.maxsize if context.adapter_config is not None else _parse_size(self.max_shard_size)
         self._reset()
 
     @override
@@ -133,6 +137,8 @@ class HFFolderSink(WeightSink):
         count = len(self._files)
         names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         names = ["model.safetensors"] if count == 1 else names
+        if self._context.adapter_config is not None:
+            names = ["adapter_model.safetensors"]
         for number, name in enumerate(names, start=1):
             (self._partial / f"{number}.part").rename(self._partial / name)
         if count > 1:
@@ -146,6 +152,10 @@ class HFFolderSink(WeightSink):
             }
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self._partial / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        if self._context.adapter_config is not None:
+            text = json.dumps(self._context.adapter_config, indent=2, sort_keys=True) + "\n"
+            (self._partial / "adapter_config.json").write_text(text, encoding="utf-8")
+            return
         if self._context.config is not None:
             self._save_config(self._context.config)
         if self._context.generation_config is not None:
@@ -197,7 +207,7 @@ def _refuse_foreign(target: Path) -> None:
     if not target.is_dir():
         raise ValueError(f"path={str(target)!r} is a file; name a folder.")
     content = list(target.iterdir())
-    exported = any(re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", file.name) for file in content)
+    exported = any(re.fullmatch(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors", file.name) for file in content)
     folders = [file.name for file in content if file.is_dir() and file.name != "additional_chat_templates"]
     if content and (not exported or folders):
         raise ValueError(

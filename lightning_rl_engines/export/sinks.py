@@ -26,6 +26,8 @@ class ExportContext:
         config: Configuration of the model.
         generation_config: How the model is sampled by default.
         tokenizer: Its tokenizer.
+        adapter_config: Content of ``adapter_config.json`` where the tensors are an adapter in PEFT layout, else
+            ``None``.
     """
 
     step: int = 0
@@ -33,6 +35,7 @@ class ExportContext:
     config: "PretrainedConfig | None" = None
     generation_config: "GenerationConfig | None" = None
     tokenizer: "PreTrainedTokenizerBase | None" = None
+    adapter_config: dict[str, Any] | None = None
 
 
 class WeightSink(ABC):

@@ -23,12 +23,19 @@ class _Unit:
     # Source name in the plan, the module that owns the tensor, its name there.
     members: list[tuple[str, nn.Module, str]] = field(default_factory=list)
 
-    def gathered(self, *, with_grads: bool) -> AbstractContextManager[None]:
-        if not isinstance(self.module, FullyShardedDataParallel):
-            return nullcontext()
-        return FullyShardedDataParallel.summon_full_params(
-            self.module, recurse=False, writeback=False, with_grads=with_grads
-        )
+
+def gathered(module: nn.Module, *, with_grads: bool = False) -> AbstractContextManager[None]:
+    """Return a context in which the parameters of one unit are whole and not to be written; a plain module always is.
+
+    Collective over the sharding group.
+
+    Args:
+        module: An FSDP module, units inside it left alone, or a plain one.
+        with_grads: Gather gradients, too.
+    """
+    if not isinstance(module, FullyShardedDataParallel):
+        return nullcontext()
+    return FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False, with_grads=with_grads)
 
 
 def stream_full_parameters(
@@ -38,6 +45,7 @@ def stream_full_parameters(
     prefix: str = "hf.",
     rename: Callable[[str], str | None] | None = None,
     dtype: torch.dtype | None = None,
+    transform: Callable[[nn.Module, str, Tensor], Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Stream the full weights of a module, each entry of the plan once.
 
@@ -59,6 +67,8 @@ def stream_full_parameters(
         rename: Maps a name, wrapper components and ``prefix`` removed, to a source of the plan, or to ``None`` where it
             is not to be exported. Names that are no source are skipped either way.
         dtype: Type to cast floating-point tensors to; ``None`` keeps the storage type, so fp32 masters stay fp32.
+        transform: Maps a module, the name of its tensor and the full value to what is exported in its place. It must
+            not change its argument, and may gather other units.
 
     Returns:
         Iterator over pairs of exported name and tensor: contiguous copies on the model's device, without gradient,
@@ -70,7 +80,7 @@ def stream_full_parameters(
         ValueError: Two tensors of the module map to the same source.
     """
     units = _units(root, plan, prefix, rename)
-    return _walk(units, plan, dtype, with_grads=False)
+    return _walk(units, plan, dtype, with_grads=False, transform=transform)
 
 
 def stream_full_gradients(
@@ -95,21 +105,29 @@ def stream_full_gradients(
 
 
 def _walk(
-    units: list[_Unit], plan: ExportPlan, dtype: torch.dtype | None, *, with_grads: bool
+    units: list[_Unit],
+    plan: ExportPlan,
+    dtype: torch.dtype | None,
+    *,
+    with_grads: bool,
+    transform: Callable[[nn.Module, str, Tensor], Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     for unit in units:
         # A unit that nothing is exported from is left alone, but the outermost one must be the first FSDP module that
         # is entered: it makes itself the root, and a unit inside it would make itself one, too.
         if not unit.members and not unit.outermost:
             continue
-        with unit.gathered(with_grads=with_grads):
+        with gathered(unit.module, with_grads=with_grads):
             for source, owner, name in unit.members:
                 tensor = getattr(owner, name)
                 if with_grads:
                     if not tensor.requires_grad:
                         continue
                     tensor = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                for exported, piece in plan.pieces(source, tensor.detach()):
+                tensor = tensor.detach()
+                if transform is not None:
+                    tensor = transform(owner, name, tensor)
+                for exported, piece in plan.pieces(source, tensor):
                     yield exported, _copy(piece, dtype)
 
 

@@ -2,10 +2,13 @@
 
 import copy
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from peft import LoraConfig
+
+from lightning_rl_engines.models.lora_config import lora_from_dict, lora_to_dict, require_exact_lora
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,7 +54,13 @@ class ModelConfig:
         head: ``"lm"`` gives log-probabilities and entropies, ``"value"`` one value per token. A value head is
             Hugging Face's token-classification head with one label: read from a saved critic, fresh on a causal
             language model.
-        dtype: Storage type of the weights; ``None`` lets the Trainer's ``precision`` decide.
+        dtype: Storage type of the weights; ``None`` lets the Trainer's ``precision`` decide. Under LoRA that of the
+            frozen base, such as ``"bfloat16"``; adapters are stored in fp32.
+        lora: Options of an adapter that is trained instead of the weights, a ``peft.LoraConfig`` or its fields;
+            ``None`` and ``False`` train the weights. Options that change the base weights, or that cannot be trained
+            and exported exactly, are refused.
+        adapter: Folder of a saved adapter (peft's, or of ``WeightExport(weights="adapter")``) to train further; its
+            options come with it, so ``lora`` is left out.
         attn_implementation: The kernel for packed rows: ``"sdpa"`` (one call per document, every device),
             ``"varlen"`` (torch's own, CUDA), ``"flash"`` (the flash-attn package), ``"flex"``, or ``"auto"``.
         freeze: Patterns of Hugging Face parameter names that are not trained, such as ``["lm_head.*"]``; each must
@@ -65,16 +74,19 @@ class ModelConfig:
         trust_remote_code: Allow model code from the folder or the hub.
         revision: Hub revision.
         tokenizer: Folder or hub name of the tokenizer; by default the model's own.
-        seed: Seed of random weights and of a fresh value head, the same on every rank.
+        seed: Seed of random weights, of a fresh value head and of a fresh adapter, the same on every rank.
 
     Raises:
-        ValueError: Neither or both of ``path`` and ``from_config``, or a value outside the ones listed.
+        ValueError: Neither or both of ``path`` and ``from_config``, a value outside the ones listed, or a LoRA option
+            that is not exact here.
     """
 
     path: str | None = None
     from_config: str | dict[str, Any] | None = None
     head: Literal["lm", "value"] = "lm"
     dtype: DTypeName | None = None
+    lora: dict[str, Any] | LoraConfig | Literal[False] | None = None
+    adapter: str | None = None
     attn_implementation: Literal["auto", "sdpa", "varlen", "flash", "flex"] = "auto"
     freeze: tuple[str, ...] | list[str] = ()
     gradient_checkpointing: bool = False
@@ -106,6 +118,7 @@ class ModelConfig:
                 f"ModelConfig(attn_implementation={self.attn_implementation!r}) is unknown; use one of {kernels}."
             )
         self._check_speed_options()
+        self._check_lora()
 
     def _check_speed_options(self) -> None:
         if self.compile_backend != "inductor" and not self.compile:
@@ -117,6 +130,39 @@ class ModelConfig:
             raise ValueError(
                 "ModelConfig(compile=True, use_liger=True) would replace what the compiler fuses; use one of the two."
             )
+
+    def _check_lora(self) -> None:
+        if isinstance(self.lora, dict):  # the form of `to_dict`
+            object.__setattr__(self, "lora", lora_from_dict(self.lora))
+        if self.lora is True or not isinstance(self.lora, LoraConfig | bool | None):
+            raise ValueError(f"ModelConfig(lora={self.lora!r}) is no LoraConfig; use peft.LoraConfig(r=16, ...).")
+        if self.lora:
+            require_exact_lora(self.lora)
+        if self.lora and self.adapter is not None:
+            raise ValueError(
+                f"ModelConfig(adapter={self.adapter!r}) brings its own LoRA options; leave lora out, or adapter for a "
+                "fresh adapter."
+            )
+        if self.has_adapter and self.compile:
+            raise ValueError(
+                "ModelConfig(compile=True) would compile decoder layers that hold the sharded units of an adapter; use "
+                "compile=False."
+            )
+        if self.has_adapter and self.freeze:
+            raise ValueError(
+                f"ModelConfig(freeze={list(self.freeze)}) has no effect under LoRA, which freezes the whole base; "
+                "choose what is trained with target_modules, exclude_modules and modules_to_save."
+            )
+
+    @property
+    def lora_config(self) -> LoraConfig | None:
+        """The options of a fresh adapter; ``None`` without one, also where it comes from a folder."""
+        return cast("LoraConfig | None", self.lora or None)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained instead of the weights."""
+        return bool(self.lora) or self.adapter is not None
 
     @property
     def source(self) -> str:
@@ -143,8 +189,10 @@ class ModelConfig:
         return name
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments that differ from their defaults, as plain data."""
+        """Return the arguments that differ from their defaults, as plain data; those of LoRA likewise."""
         values = asdict(self)
+        if self.lora_config is not None:
+            values["lora"] = lora_to_dict(self.lora_config)
         return {item.name: values[item.name] for item in fields(self) if values[item.name] != item.default}
 
     def load_hf_config(self) -> "PretrainedConfig":

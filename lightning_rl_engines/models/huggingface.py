@@ -3,10 +3,12 @@
 import fnmatch
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -16,6 +18,7 @@ from lightning_rl_engines.heads import linear_log_prob
 from lightning_rl_engines.models.compile import compile_layers
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.graph_guard import GraphGuard
+from lightning_rl_engines.models.lora import Adapter, adapter_units, adapters_disabled, score_through_head
 from lightning_rl_engines.models.token_model import TokenModel, inverse_temperature, scatter_predicted
 
 if TYPE_CHECKING:
@@ -109,6 +112,7 @@ def _from_pretrained(
             f"of another shape {mismatched}; name a complete checkpoint"
             f"{' (a value head has one label)' if config.head == 'value' else ''}."
         )
+    _tie_as_configured(model, str(config.path))
     if head:
         _check_fresh_head(config, hf_config, model, head, report["unexpected_keys"])
     return cast("PreTrainedModel", model)
@@ -137,6 +141,21 @@ def _check_fresh_head(
     rank_zero_info(f"The value head of {config.path} is freshly initialised: the checkpoint holds none.")
 
 
+def _tie_as_configured(model: "PreTrainedModel", path: str) -> None:
+    """Tie what the configuration ties; transformers does not where a checkpoint holds two different tensors.
+
+    Ranks that read no weights follow the configuration, so the one that reads them has to.
+    """
+    before = {name for name, _ in model.named_parameters()}
+    model.tie_weights()
+    dropped = sorted(before - {name for name, _ in model.named_parameters()})
+    if dropped:
+        rank_zero_warn(
+            f"path={path!r} holds {dropped} with another value than the tensor that its configuration ties it to; the "
+            "configuration is followed. Set tie_word_embeddings=false in config.json if both are meant."
+        )
+
+
 def _freeze(model: "PreTrainedModel", patterns: Iterable[str]) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     for pattern in patterns:
@@ -159,14 +178,16 @@ class HFTokenModel(TokenModel):
     Args:
         hf: The Hugging Face model, bound to a packed attention kernel.
         model_config: What it was built from.
+        adapter: What :func:`~lightning_rl_engines.models.lora.inject_adapter` returned for it.
     """
 
-    def __init__(self, hf: "PreTrainedModel", model_config: ModelConfig) -> None:
+    def __init__(self, hf: "PreTrainedModel", model_config: ModelConfig, adapter: Adapter | None = None) -> None:
         super().__init__()
         self.hf = hf
         self.model_config = model_config
         self.config = hf.config
-        self.export_plan = plan_from_hf_model(hf)
+        self.export_plan = plan_from_hf_model(hf) if adapter is None else adapter.base_plan
+        self._adapter = adapter
         self._guard = GraphGuard()
         text = hf.config.get_text_config()
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
@@ -196,6 +217,20 @@ class HFTokenModel(TokenModel):
                 "such as Llama or Qwen3."
             )
         return found
+
+    @property
+    @override
+    def adapter(self) -> Adapter | None:
+        return self._adapter
+
+    @override
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        return super().disable_adapter() if self._adapter is None else adapters_disabled(self)
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """The units of sharding: the decoder layers, and what an adapter trains."""
+        return [*self.layers, *(adapter_units(self) if self._adapter else ())]
 
     @property
     @override
@@ -239,17 +274,18 @@ class HFTokenModel(TokenModel):
     def _log_probs(
         self, hidden: Tensor, micro_batch: "MicroBatch", calculate_entropy: bool, temperature: float | str
     ) -> tuple[Tensor, Tensor | None]:
-        head = self.hf.get_output_embeddings()
-        return linear_log_prob(
-            hidden,
-            head.weight,
-            micro_batch.labels.index_select(0, micro_batch.predicted),
+        score = partial(
+            linear_log_prob,
+            labels=micro_batch.labels.index_select(0, micro_batch.predicted),
             inv_temperature=inverse_temperature(micro_batch, temperature),
-            bias=head.bias,
             softcap=self._softcap,
             scale=self._scale,
             calculate_entropy=calculate_entropy,
         )
+        head = self.hf.get_output_embeddings()
+        if self._adapter is not None:
+            return score_through_head(head, hidden, score)
+        return score(hidden, head.weight, bias=head.bias)
 
     def _values(self, hidden: Tensor) -> Tensor:
         values: Tensor = cast(nn.Module, self.hf.score)(hidden)

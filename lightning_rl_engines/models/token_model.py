@@ -1,6 +1,7 @@
 """What every engine's model looks like from outside: a micro-batch in, per-token results out."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from lightning_rl_engines.export.plan import ExportPlan
     from lightning_rl_engines.models.config import ModelConfig
+    from lightning_rl_engines.models.lora import Adapter
     from lightning_rl_engines.sequence.packing import MicroBatch
 
 
@@ -33,6 +35,19 @@ class TokenModel(nn.Module, ABC):
     @abstractmethod
     def document_cost(self) -> tuple[float, float]:
         """Linear and quadratic coefficient of a document's cost in its length, in multiply-adds of a forward pass."""
+
+    @property
+    def adapter(self) -> "Adapter | None":
+        """The adapter that is trained instead of the weights, if there is one."""
+        return None
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Return a context in which the base model runs alone.
+
+        Raises:
+            ValueError: The model has no adapter.
+        """
+        raise ValueError("disable_adapter(model) needs a model with an adapter; build it with ModelConfig(lora=...).")
 
     def forget_graphs(self) -> None:
         """Give up forward passes whose backward pass has not come, such as those of a step that raised."""

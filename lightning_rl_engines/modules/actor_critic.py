@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
+from peft import LoraConfig
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from typing_extensions import override
@@ -23,6 +24,7 @@ from lightning_rl_engines.algorithms import (
 )
 from lightning_rl_engines.data.rewards import Reward, RewardFunction
 from lightning_rl_engines.models.config import ModelConfig
+from lightning_rl_engines.models.lora_config import lora_to_dict
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.modules.base import require_at_least
 from lightning_rl_engines.modules.hyperparameters import plain
@@ -331,8 +333,16 @@ class ActorCriticModule(PolicyModule):
 
 def _critic_config(critic: ModelConfig | None, policy: ModelConfig) -> ModelConfig:
     if critic is None:
+        if policy.adapter is not None:
+            raise ValueError(
+                f"critic=None would start from the adapter of the policy, {policy.adapter!r}, which is one of a "
+                "language model; use critic=ModelConfig(path=..., head='value', lora=...)."
+            )
+        lora = policy.lora
+        if isinstance(lora, LoraConfig):
+            lora = {name: value for name, value in lora_to_dict(lora).items() if name != "task_type"}
         # Names of parameters that are frozen need not exist in the critic.
-        return replace(policy, head="value", freeze=())
+        return replace(policy, head="value", freeze=(), lora=lora)
     if critic.head != "value":
         raise ValueError(
             f"critic=ModelConfig(head={critic.head!r}) gives no values; use ModelConfig(path=..., head='value')."

@@ -15,7 +15,7 @@ from lightning_rl_engines.modules.samples import Samples, Scores, sample_rows, s
 from lightning_rl_engines.modules.tokenizer import load_tokenizer, require_tokenizer
 from lightning_rl_engines.rollout.base import Prompt, RolloutEngine, RolloutStrategy
 from lightning_rl_engines.sequence.experience import Experience
-from lightning_rl_engines.strategies.engine import Engine
+from lightning_rl_engines.strategies.engine import Engine, WeightsMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +88,8 @@ class GenerationModule(RLModule):
             self.rollout.setup(cast(RolloutStrategy, engine), self.policy_config, self._tokenizer)
             self._rollout_engine, self._rollout_stale = engine, True
         if self._rollout_stale:
-            self.rollout.update_weights(engine.get_per_tensor_param(self.policy))
+            mode: WeightsMode = "full" if self.policy.adapter is None else "merged"
+            self.rollout.update_weights(engine.get_per_tensor_param(self.policy, mode=mode))
             self._rollout_stale = False
 
     @override

@@ -22,7 +22,7 @@ from lightning_rl_engines.modules.base import require_at_least
 from lightning_rl_engines.modules.generation import GenerationModule
 from lightning_rl_engines.modules.metrics import Tally, combine_steps
 from lightning_rl_engines.modules.optimization import build_optimizer
-from lightning_rl_engines.modules.reference import find_reference
+from lightning_rl_engines.modules.reference import find_reference, reference_model
 from lightning_rl_engines.modules.samples import build_experience, score, shared_temperature
 from lightning_rl_engines.modules.selection import GlobalColumns, gather_columns, select_mask
 from lightning_rl_engines.rollout.base import Prompt, RolloutEngine
@@ -74,8 +74,8 @@ class PolicyModule(GenerationModule):
         loss: A policy loss, or any ``loss_fn(outputs, micro_batch) -> LossOutput``.
         advantage: An estimator, or any ``(rewards [N], group_ids [N], response_lengths [N]) -> advantages [N]``, which
             sees the documents of all ranks.
-        reference: ``"auto"`` builds a frozen copy of the policy when the loss needs one; a configuration builds that
-            model; ``None`` builds none.
+        reference: ``"auto"`` builds a frozen copy of the policy when the loss needs one, under LoRA it is the policy
+            without its adapter; a configuration builds that model; ``None`` builds none.
         optimizer: Called with the trainable parameters.
         lr_scheduler: Called with the optimizer; stepped once per optimizer step.
         max_tokens_per_micro_batch: The most tokens in a row, over all ranks that share it; ``None`` packs all documents
@@ -168,7 +168,7 @@ class PolicyModule(GenerationModule):
     def build_models(self, engine: Engine) -> None:
         self.policy = engine.build_model(self.policy_config)
         self.reference = None
-        if self.reference_config is not None:
+        if isinstance(self.reference_config, ModelConfig):
             self.reference = engine.build_model(self.reference_config, trainable=False)
 
     @property
@@ -314,8 +314,9 @@ class PolicyModule(GenerationModule):
                     tally.add_tokens("rollout_kl", kl_k3(sampler, trainer), mask)
             elif "rollout_log_probs" in experience:
                 experience = experience.with_token_columns(old_log_probs=experience["rollout_log_probs"])
-        if self.reference is not None and "ref_log_probs" not in experience:
-            columns = self.infer(self.reference, experience)
+        if self.reference_config is not None and "ref_log_probs" not in experience:
+            with reference_model(self.engine, self.policy, self.reference) as model:
+                columns = self.infer(model, experience)
             experience = experience.with_token_columns(ref_log_probs=columns["log_probs"])
         return experience
 

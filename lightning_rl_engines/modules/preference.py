@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_rl_engines.algorithms import DocumentLoss, DPOLoss
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.token_model import TokenModel
-from lightning_rl_engines.modules.reference import find_reference
+from lightning_rl_engines.modules.reference import find_reference, reference_model
 from lightning_rl_engines.modules.supervised import DocumentModule, require_experience
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.strategies.engine import Engine
@@ -77,18 +77,18 @@ class DPOModule(DocumentModule):
     def build_models(self, engine: Engine) -> None:
         super().build_models(engine)
         self.reference = None
-        if self.reference_config is not None:
+        if isinstance(self.reference_config, ModelConfig):
             self.reference = engine.build_model(self.reference_config, trainable=False)
 
     @override
     def prepare(self, batch: Any) -> Experience:
         """Return the pairs with ``ref_log_probs``. Collective over the world."""
         experience = require_experience(self, batch)
-        if self.reference is None or "ref_log_probs" in experience:
+        if self.reference_config is None or "ref_log_probs" in experience:
             return experience
-        with self.engine.eval_mode(self.reference):
+        with reference_model(self.engine, self.policy, self.reference) as model, self.engine.eval_mode(model):
             output = self.engine.infer_batch(
-                self.reference,
+                model,
                 experience,
                 max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
                 balance=self.balance,

@@ -24,6 +24,9 @@ _Forward: TypeAlias = Callable[[MicroBatch], TokenOutputs]
 
 GroupName: TypeAlias = Literal["data", "sequence", "world"]
 
+WeightsMode: TypeAlias = Literal["full", "merged", "adapter"]
+"""Which weights are streamed: those of the model, base plus adapter, or the adapter alone."""
+
 
 class Engine(ABC):
     """What a LightningModule may ask of a training engine.
@@ -87,13 +90,26 @@ class Engine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(
-        self, model: nn.Module, *, mode: Literal["full"] = "full", dtype: DTypeName | None = None
+        self, model: nn.Module, *, mode: WeightsMode = "full", dtype: DTypeName | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield full weights under their Hugging Face names, one at a time, as copies; every rank walks to the end."""
+        """Yield full weights under their Hugging Face names, one at a time, as copies; every rank walks to the end.
+
+        Live weights are never changed, also when the iterator is left half-way.
+
+        Args:
+            model: A model that :meth:`build_model` returned.
+            mode: ``"full"`` for a model without an adapter; with one, its base, and only inside
+                :meth:`disable_adapter`. ``"merged"`` adds the adapter to the base in fp32, and rounds each sum once;
+                ``"adapter"`` is the adapter under the names of a PEFT folder.
+            dtype: Type of floating-point tensors; ``None`` keeps the stored one, and fp32 for ``"merged"``.
+
+        Raises:
+            ValueError: The model has no such weights.
+        """
 
     @abstractmethod
     def get_per_tensor_grad(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield full gradients under their Hugging Face names, as :meth:`get_per_tensor_param` does weights."""
+        """Yield full gradients as :meth:`get_per_tensor_param` does weights; of an adapter where there is one."""
 
     @abstractmethod
     def all_gather_objects(self, item: Any, group: GroupName = "world") -> list[Any]:
@@ -140,6 +156,16 @@ class Engine(ABC):
         return None
 
     # ---- what engines share ----
+
+    @contextmanager
+    def disable_adapter(self, model: nn.Module) -> Iterator[None]:
+        """Run the base model without its adapter, on all ranks together; at exit, however it is left, all is as before.
+
+        Raises:
+            ValueError: The model has no adapter.
+        """
+        with cast(TokenModel, model).disable_adapter():
+            yield
 
     def forward_backward_batch(
         self,

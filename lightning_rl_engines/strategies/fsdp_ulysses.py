@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_rl_engines._compat import IS_INTERACTIVE
-from lightning_rl_engines.export.stream import stream_full_gradients, stream_full_parameters
-from lightning_rl_engines.models.compile import check_backend
+from lightning_rl_engines._compat import IS_INTERACTIVE, restore_frozen_parameters
+from lightning_rl_engines.export.stream import stream_full_gradients
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
-from lightning_rl_engines.models.huggingface import HFTokenModel, load_hf_model
-from lightning_rl_engines.models.liger import use_liger_kernels
+from lightning_rl_engines.models.huggingface import HFTokenModel
 from lightning_rl_engines.models.token_model import TokenModel
+from lightning_rl_engines.models.weights import stream_weights
 from lightning_rl_engines.sequence import Experience
-from lightning_rl_engines.sequence.attention import bind_sequence_parallel, select_kernel
+from lightning_rl_engines.sequence.attention import select_kernel
 from lightning_rl_engines.strategies.checkpoints import ShardedCheckpoints
+from lightning_rl_engines.strategies.engine import WeightsMode
 from lightning_rl_engines.strategies.launcher import ForkLauncher, HereLauncher, ScriptLauncher, follow_launcher
+from lightning_rl_engines.strategies.loading import load_on_rank_zero
 from lightning_rl_engines.strategies.loss_scale import LossScale
 from lightning_rl_engines.strategies.offload import Offloader
 from lightning_rl_engines.strategies.precision import EnginePrecision
@@ -177,7 +178,9 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
             mesh_dim_names=("dp", "sp"),
         )
         mixed_precision = self.precision_plugin.mixed_precision_config
-        self._layout = fsdp_layout(self.root_device, self.world_size, self.fsdp_size, mixed_precision)
+        self._layout = fsdp_layout(
+            self.root_device, self.world_size, self.fsdp_size, mixed_precision, self.precision_plugin.compute_dtype
+        )
 
     def _check_layout(self) -> None:
         world = self.num_processes * self.num_nodes
@@ -244,59 +247,42 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
         """
         storage = self.precision_plugin.storage_dtype
         dtype = storage if config.dtype is None else torch_dtype(config.dtype)
-        if trainable and dtype != storage:
+        if trainable and dtype != storage and not config.has_adapter:
             raise ValueError(
                 f"ModelConfig(dtype={config.dtype!r}) contradicts precision={self.precision_plugin.precision!r}, which "
-                f"trains {str(storage).removeprefix('torch.')} weights; leave dtype=None."
+                f"trains {str(storage).removeprefix('torch.')} weights; leave dtype=None, or train an adapter (lora)."
             )
-        model = HFTokenModel(self._load_on_rank_zero(config, dtype), config)
+        plugin = self.precision_plugin
+        requested = "auto" if config.attn_implementation == "auto" else f"packed_{config.attn_implementation}"
+        hf, adapter = load_on_rank_zero(
+            config,
+            dtype=dtype,
+            kernel=select_kernel(requested, self.root_device, dtype=plugin.compute_dtype),
+            device=self.root_device,
+            sequence_group=self.sequence_parallel_group,
+            gather=self.all_gather_objects,
+        )
+        model = HFTokenModel(hf, config, adapter)
         if not trainable:
             model.requires_grad_(False)
         assert self._layout is not None
-        root = shard(model, model.layers, self._layout)
+        root = shard(model, model.units, self._layout)
         if self.offload_param:
             self._offloader.offload(model=root)
         return cast(TokenModel, root.train(trainable))
 
-    def _load_on_rank_zero(self, config: ModelConfig, dtype: torch.dtype) -> Any:
-        """Load weights on rank 0, the architecture elsewhere; a failure on any rank is raised on all of them."""
-        requested = config.attn_implementation
-        kernel = select_kernel(
-            requested if requested == "auto" else f"packed_{requested}",
-            self.root_device,
-            dtype=self.precision_plugin.compute_dtype,
-        )
-        reader = self.global_rank == 0
-        hf, error = None, None
-        try:
-            if config.compile:
-                check_backend(config.compile_backend, self.root_device)
-            hf = load_hf_model(config, dtype=dtype, device="cpu" if reader else "meta", empty=not reader)
-            if config.use_liger:
-                use_liger_kernels(hf, self.root_device)
-            bind_sequence_parallel(hf, self.sequence_parallel_group, kernel=kernel)
-        except Exception as exception:  # of any type: the other ranks wait for the weights
-            error = exception
-        text = None if error is None else str(error) or type(error).__name__
-        failed = [item for item in self.all_gather_objects(text) if item]
-        if failed:
-            raise ValueError(f"The model of {config.source} cannot be built: {failed[0]}") from error
-        return hf
-
     @override
     def get_per_tensor_param(
-        self, model: nn.Module, *, mode: Literal["full"] = "full", dtype: DTypeName | None = None
+        self, model: nn.Module, *, mode: WeightsMode = "full", dtype: DTypeName | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        if mode != "full":
-            raise ValueError(f"mode={mode!r} is not available; use 'full'.")
-        token_model = cast(TokenModel, model)
         target = None if dtype is None else torch_dtype(dtype)
-        stream = stream_full_parameters(model, token_model.export_plan, dtype=target, prefix="hf.")
-        return self._offloader.while_loaded(model, stream)
+        return self._offloader.while_loaded(model, stream_weights(model, cast(TokenModel, model), mode, target))
 
     @override
     def get_per_tensor_grad(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        return stream_full_gradients(model, cast(TokenModel, model).export_plan, prefix="hf.")
+        token_model = cast(TokenModel, model)
+        plan = token_model.export_plan if token_model.adapter is None else token_model.adapter.plan
+        return stream_full_gradients(model, plan, prefix="hf.")
 
     # ---- engine: memory ----
 
@@ -340,10 +326,13 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
         return float(self.world_size)
 
     @override
-    def _gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-        if last or not self.defer_gradient_sync:
-            return nullcontext()
-        return cast(FSDP, model).no_sync()
+    @contextmanager
+    def _gradient_sync(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        try:
+            with nullcontext() if last or not self.defer_gradient_sync else cast(FSDP, model).no_sync():
+                yield
+        finally:
+            restore_frozen_parameters(model)
 
     @override
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:

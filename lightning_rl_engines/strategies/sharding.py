@@ -22,28 +22,41 @@ class FSDPLayout:
         device: Where parameters live; given explicitly, since FSDP1 guesses a GPU otherwise.
         strategy: Sharding strategy.
         mesh: One axis for full sharding, (replicate, shard) for hybrid sharding, ``None`` without sharding.
-        mixed_precision: Types of compute and reduction; ``None`` leaves everything as stored.
+        mixed_precision: Types of compute and reduction; ``None`` computes in ``compute_dtype``.
+        compute_dtype: Type of weights in forward and backward passes; weights stored in another one are cast.
     """
 
     device: torch.device
     strategy: ShardingStrategy
     mesh: DeviceMesh | None
     mixed_precision: MixedPrecision | None
+    compute_dtype: torch.dtype
 
     def wrap(self, module: nn.Module) -> FSDP:
         """Return the module as one FSDP unit; units inside it stay units of their own."""
+        mixed_precision = self.mixed_precision
+        own = (item for part in _modules_outside_units(module) for item in part.parameters(recurse=False))
+        if mixed_precision is None and any(item.dtype != self.compute_dtype for item in own):
+            # A frozen base or reference that is stored in fewer bits than it computes in.
+            mixed_precision = MixedPrecision(
+                param_dtype=self.compute_dtype, cast_forward_inputs=False, cast_root_forward_inputs=False
+            )
         return FSDP(
             module,
             device_id=self.device,
             sharding_strategy=self.strategy,
             device_mesh=self.mesh,
-            mixed_precision=self.mixed_precision,
+            mixed_precision=mixed_precision,
             use_orig_params=True,
         )
 
 
 def fsdp_layout(
-    device: torch.device, world: int, size: int | None, mixed_precision: MixedPrecision | None
+    device: torch.device,
+    world: int,
+    size: int | None,
+    mixed_precision: MixedPrecision | None,
+    compute_dtype: torch.dtype,
 ) -> FSDPLayout:
     """Return the layout that shards over ``size`` neighbouring ranks and replicates across; collective over the world.
 
@@ -52,16 +65,17 @@ def fsdp_layout(
         world: Number of ranks.
         size: Ranks that parameters are sharded over; ``None`` for all.
         mixed_precision: Types of compute and reduction.
+        compute_dtype: Type of compute where ``mixed_precision`` is ``None``.
     """
     size = size or world
     if size == 1:
         # A hybrid layout with 1-wide shards would not reduce gradients at all.
-        return FSDPLayout(device, ShardingStrategy.NO_SHARD, None, mixed_precision)
+        return FSDPLayout(device, ShardingStrategy.NO_SHARD, None, mixed_precision, compute_dtype)
     if size == world:
         mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-        return FSDPLayout(device, ShardingStrategy.FULL_SHARD, mesh, mixed_precision)
+        return FSDPLayout(device, ShardingStrategy.FULL_SHARD, mesh, mixed_precision, compute_dtype)
     mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
-    return FSDPLayout(device, ShardingStrategy.HYBRID_SHARD, mesh, mixed_precision)
+    return FSDPLayout(device, ShardingStrategy.HYBRID_SHARD, mesh, mixed_precision, compute_dtype)
 
 
 def shard(model: nn.Module, units: Iterable[nn.Module], layout: FSDPLayout) -> FSDP:
@@ -72,12 +86,13 @@ def shard(model: nn.Module, units: Iterable[nn.Module], layout: FSDPLayout) -> F
 
     Args:
         model: The root; parameters that are in no unit stay in it, so tied embeddings and heads are whole.
-        units: Submodules that become units.
+        units: Submodules that become units; they may lie inside each other.
         layout: How to shard.
     """
     chosen = {id(unit) for unit in units}
     memo: dict[int, nn.Parameter] = {}
-    for parent in list(model.modules()):
+    # Descendants come before what holds them: a unit leaves out the units that are inside it already.
+    for parent in reversed(list(model.modules())):
         for name, child in list(parent.named_children()):
             if id(child) in chosen:
                 _materialize(child, layout.device, memo)
