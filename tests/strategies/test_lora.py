@@ -76,12 +76,19 @@ def run_steps(documents: Documents, config: ModelConfig, layout: dict[str, Any],
     return with_engine(body, config, lr=lr, **layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_two_steps_equal_plain_peft(layout: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "checkpointing", "offload"),
+    [
+        *((layout, flag, False) for layout in LAYOUTS for flag in (False, True)),
+        ("one", False, True),
+        ("two", True, True),
+    ],
+)
+def test_two_steps_equal_plain_peft(layout: str, checkpointing: bool, offload: bool) -> None:
     folder = str(tiny_model_folder("llama"))
     documents = make_documents(folder, vocabulary=64)
     world, strategy = LAYOUTS[layout]
+    strategy = {**strategy, "offload_param": offload, "offload_optimizer": offload}
     config = ModelConfig(path=folder, lora=lora(), gradient_checkpointing=checkpointing)
     results = run_workers(world, run_steps, documents, config, strategy)
     expected = two_plain_steps(folder, lora(), results[0]["start"], documents)
