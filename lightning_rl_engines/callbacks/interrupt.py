@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_rl_engines.callbacks.signals import SignalWatch
+from lightning_rl_engines.strategies.checkpoints import ShardedCheckpoints
 
 EXIT_CODE = 130
 """What a shell reports for a process that SIGINT ended."""
@@ -157,6 +158,8 @@ class GracefulInterrupt(Callback):
         directory = directory or os.path.join(trainer.default_root_dir, "checkpoints")
         path = str(Path(directory) / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}")
         trainer.save_checkpoint(path)
+        if isinstance(trainer.strategy, ShardedCheckpoints):
+            trainer.strategy.finish_checkpoints()
         rank_zero_info(f"Saved {path}; continue with --ckpt_path last, or Trainer.fit(ckpt_path={path!r}).")
         return path
 

@@ -5,6 +5,7 @@ What stood under the name before is called ``.NAME.old`` in between. A process t
 both beside an empty place; :func:`recover_checkpoints` fills it again.
 """
 
+import io
 import os
 import shutil
 from collections.abc import Mapping
@@ -42,13 +43,20 @@ def open_scratch(path: Path) -> Path:
     return scratch
 
 
-def publish(scratch: Path, path: Path, metadata: Mapping[str, Any]) -> None:
+def pack(metadata: Mapping[str, Any]) -> bytes:
+    """Return plain data as the file that :func:`publish` writes, so that it may change from now on."""
+    file = io.BytesIO()
+    torch.save(dict(metadata), file)
+    return file.getvalue()
+
+
+def publish(scratch: Path, path: Path, metadata: bytes) -> None:
     """Finish the folder ``scratch`` and put it in the place of ``path``, whatever stands there; for one rank.
 
     Everything is on the disk before the marker is, and the marker before the name.
     """
     with open(scratch / METADATA, "wb") as file:
-        torch.save(dict(metadata), file)
+        file.write(metadata)
         file.flush()
         os.fsync(file.fileno())
     _sync(scratch)

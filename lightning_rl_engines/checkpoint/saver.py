@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lightning_rl_engines.checkpoint.folders import open_scratch, publish, remove_checkpoint, remove_leftovers
+from lightning_rl_engines.checkpoint.folders import open_scratch, pack, publish, remove_checkpoint, remove_leftovers
 from lightning_rl_engines.checkpoint.training import Gather
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class CheckpointSaver:
         """Write a checkpoint; collective over the world.
 
         Args:
-            state: Sharded and replicated tensors. They may change as soon as this returns.
+            state: Sharded and replicated tensors. They and the metadata may change as soon as this returns.
             metadata: Plain data, the first rank's is written.
             path: The folder; a checkpoint there is replaced once this one is whole.
             background: Return once the state is copied; :meth:`wait` or the next call raises what fails later.
@@ -54,9 +54,17 @@ class CheckpointSaver:
         """
         self.wait()
         scratch = path.with_name(f".{path.name}.part")
-        self._raise_together(self._attempt(lambda: self._open(path)))
+        packed = b""
+
+        def prepare() -> None:
+            nonlocal packed
+            if self._is_writer:
+                self._open(path)
+                packed = pack(metadata)
+
+        self._raise_together(self._attempt(prepare))
         if not background:
-            self._raise_together(self._attempt(lambda: self._write(state, metadata, scratch, path, None)))
+            self._raise_together(self._attempt(lambda: self._write(state, packed, scratch, path, None)))
             return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -65,7 +73,7 @@ class CheckpointSaver:
             self._stager = DefaultStager(StagingOptions(False, False, False, False))
         assert self._stager is not None
         copy: Any = self._stager.stage(state)
-        self._submit(lambda: self._write(copy, metadata, scratch, path, self._group))
+        self._submit(lambda: self._write(copy, packed, scratch, path, self._group))
 
     def remove(self, path: Path) -> bool:
         """Delete a checkpoint, after the save that is under way, and not if that fails.
@@ -113,16 +121,15 @@ class CheckpointSaver:
         return error
 
     def _open(self, path: Path) -> None:
-        if self._is_writer:
-            if path.parent not in self._cleaned:
-                remove_leftovers(path.parent)
-                self._cleaned.add(path.parent)
-            open_scratch(path)
+        if path.parent not in self._cleaned:
+            remove_leftovers(path.parent)
+            self._cleaned.add(path.parent)
+        open_scratch(path)
 
     def _write(
         self,
         state: dict[str, Any],
-        metadata: Mapping[str, Any],
+        metadata: bytes,
         scratch: Path,
         path: Path,
         group: "ProcessGroup | None",

@@ -85,10 +85,16 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
         self._saver.save(state, metadata, Path(self.broadcast(filepath)), background=self.async_checkpoint and running)
         self._offloader.offload_again()
 
+    def _require_saver(self) -> CheckpointSaver:
+        if self._saver is None:
+            self._saver = CheckpointSaver(
+                self.all_gather_objects, is_writer=self.is_global_zero, timeout=self.checkpoint_timeout
+            )
+        return self._saver
+
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        removed = self._saver.remove(Path(filepath)) if self._saver is not None else True
-        if not removed:
+        if not self._require_saver().remove(Path(filepath)):
             rank_zero_warn(f"{str(filepath)!r} is no finished checkpoint of this strategy, and is left alone.")
 
     def finish_checkpoints(self) -> None:

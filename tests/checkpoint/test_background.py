@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rl_engines import ModelConfig
@@ -46,6 +46,16 @@ class Disk:
         return self.save(*args, **kwargs)
 
 
+class Live(Callback):
+    """Hands out its list itself, as ModelCheckpoint does with its best models."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+
 def train_during_a_save(folder: str, documents: Documents, root: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     path, sign = Path(root) / "last.ckpt", Path(root) / "sign"
@@ -71,19 +81,29 @@ def train_during_a_save(folder: str, documents: Documents, root: str) -> dict[st
             engine.barrier()  # type: ignore[attr-defined]
             sign.touch()
             engine.finish_checkpoints()  # type: ignore[attr-defined]
-        engine.barrier()  # type: ignore[attr-defined]
-        seen["removed"] = not path.exists()
-        trainer.save_checkpoint(path)
+            engine.barrier()  # type: ignore[attr-defined]
+            seen["removed"] = not path.exists()
+            engine.barrier()  # type: ignore[attr-defined]
+            sign.unlink(missing_ok=True)
+            engine.barrier()  # type: ignore[attr-defined]
+            live.seen.append(3)
+            trainer.save_checkpoint(path)
+            live.seen.append(4)
+            sign.touch()
+            time.sleep(0.5)  # until the thread has met the replacement
 
-    with_engine(body, ModelConfig(path=folder), async_checkpoint=True)
-    seen["after"] = read_metadata(path)["global_step"]  # the end of the run waits for the last one
+    live = Live()
+    with_engine(body, ModelConfig(path=folder), async_checkpoint=True, trainer={"callbacks": [live]})
+    found = read_metadata(path)
+    seen["after"] = found["global_step"]  # the end of the run waits for the last one
+    seen["live"] = found["callbacks"]["Live"]["seen"]
     return seen
 
 
 def test_training_goes_on_and_everything_else_waits(tmp_path: Path, folder: str, documents: Documents) -> None:
     for seen in run_workers(2, train_during_a_save, folder, documents, str(tmp_path)):
         # The former checkpoint stays until the new one is whole; what is to be removed is not before that either.
-        assert seen == {"while": 1, "kept": True, "removed": True, "after": 3}
+        assert seen == {"while": 1, "kept": True, "removed": True, "after": 3, "live": [3]}
 
 
 def fail(folder: str, documents: Documents, root: str, asynchronous: bool, rank: int, at_end: bool) -> dict[str, Any]:

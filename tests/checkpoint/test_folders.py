@@ -14,6 +14,7 @@ from lightning_rl_engines.checkpoint.folders import (
     discard,
     is_whole,
     open_scratch,
+    pack,
     publish,
     remove_checkpoint,
     remove_leftovers,
@@ -56,7 +57,7 @@ def write(path: Path, step: int) -> None:
     scratch = open_scratch(path)
     (scratch / "__0_0.distcp").write_bytes(b"x" * step)
     (scratch / ".metadata").write_bytes(b"y")
-    publish(scratch, path, {"global_step": step})
+    publish(scratch, path, pack({"global_step": step}))
 
 
 def step_of(path: Path) -> int:
