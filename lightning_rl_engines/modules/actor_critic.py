@@ -22,6 +22,7 @@ from lightning_rl_engines.algorithms import (
     outcome_rewards,
     whiten,
 )
+from lightning_rl_engines.algorithms.corrections import RolloutCorrection
 from lightning_rl_engines.data.rewards import Reward, RewardFunction
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.lora_config import lora_to_dict
@@ -108,6 +109,7 @@ class ActorCriticModule(PolicyModule):
         max_sampling_rounds: Update with what there is after this many batches.
         mask_truncated: Take responses that hit the length limit out of both losses.
         recompute_old_log_probs: Compute ``old_log_probs`` with the policy before the update.
+        correction: Correction of the gap between sampler and trainer, applied once per update, after the advantages.
         balance: Let documents change their data rank for a pass where that balances the load.
         max_skipped_steps: Raise when more than this many steps of a model in a row had a non-finite gradient.
         seed: Seed of the shuffling into mini-batches.
@@ -149,6 +151,7 @@ class ActorCriticModule(PolicyModule):
         max_sampling_rounds: int = 10,
         mask_truncated: bool = False,
         recompute_old_log_probs: bool = True,
+        correction: RolloutCorrection | None = None,
         balance: bool = True,
         max_skipped_steps: int = 5,
         seed: int = 0,

@@ -14,11 +14,13 @@ from torch.optim import AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_rl_engines.algorithms import Advantage, GRPOAdvantage, PolicyLoss, PolicyLossBase
+from lightning_rl_engines.algorithms.corrections import RolloutCorrection
 from lightning_rl_engines.algorithms.kl import kl_k3
 from lightning_rl_engines.data.rewards import Reward, RewardFunction
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.modules.base import require_at_least
+from lightning_rl_engines.modules.correction import correct, require_two_policies
 from lightning_rl_engines.modules.generation import GenerationModule
 from lightning_rl_engines.modules.metrics import Tally, combine_steps
 from lightning_rl_engines.modules.optimization import build_optimizer
@@ -92,6 +94,7 @@ class PolicyModule(GenerationModule):
         mask_truncated: Take responses that hit the length limit out of the loss; their rewards still count.
         recompute_old_log_probs: Compute ``old_log_probs`` with the policy before the update. ``False`` takes the
             sampler's for them, which saves a pass and leaves the gap between the two in the ratio.
+        correction: Correction of the gap between sampler and trainer, applied once per update, after the advantages.
         balance: Let documents change their data rank for a pass where that balances the load.
         max_skipped_steps: Raise when more than this many optimizer steps in a row had a non-finite gradient.
         seed: Seed of the shuffling into mini-batches.
@@ -123,6 +126,7 @@ class PolicyModule(GenerationModule):
         max_sampling_rounds: int = 10,
         mask_truncated: bool = False,
         recompute_old_log_probs: bool = True,
+        correction: RolloutCorrection | None = None,
         balance: bool = True,
         max_skipped_steps: int = 5,
         seed: int = 0,
@@ -157,6 +161,8 @@ class PolicyModule(GenerationModule):
         self.max_sampling_rounds = max_sampling_rounds
         self.mask_truncated = mask_truncated
         self.recompute_old_log_probs = recompute_old_log_probs
+        require_two_policies(correction, recompute_old_log_probs)
+        self.correction = correction
         self.seed = seed
         self._collected: _Collected | None = None
         self._prompts_seen = 0
@@ -208,7 +214,7 @@ class PolicyModule(GenerationModule):
             )
             return
         tally = collected.tally
-        experience = self.prepare(experience, columns, tally)
+        experience = correct(self.engine, self.correction, self.prepare(experience, columns, tally), tally)
         steps = self.update(experience, columns)
         metrics = {**self._means(tally), **steps}
         metrics["tokens_per_second"] = self.tokens_per_second(experience, collected.started)

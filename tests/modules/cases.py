@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_rl_engines.data.rewards import Reward
@@ -318,3 +319,8 @@ def run_not_finite() -> dict[str, Any]:
         "global_step": trainer.global_step,
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
     }
+
+
+def weights_of_folder(model: str) -> dict[str, torch.Tensor]:
+    """The weights that a run on this tiny model starts from."""
+    return load_file(tiny_model_folder(model) / "model.safetensors")
