@@ -112,6 +112,17 @@ def step(config: ModelConfig, documents: Documents, **strategy: Any) -> dict[str
     return with_engine(body, config, **strategy)
 
 
+@pytest.mark.parametrize("strategy", [{}, {"offload_param": True, "ulysses_sp_size": 2}])
+def test_half_precision_and_weights_on_the_host_compile_too(strategy: dict[str, Any]) -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    options: dict[str, Any] = {"compile": True, "compile_backend": "aot_eager"}
+    plain = run_workers(2, step, ModelConfig(path=folder), documents, precision="bf16-mixed", **strategy)
+    found = run_workers(2, step, ModelConfig(path=folder, **options), documents, precision="bf16-mixed", **strategy)
+    for rank, expected in zip(found, plain, strict=True):
+        assert_near(rank, expected, 2e-2)
+
+
 def test_names_stay_and_a_copy_is_a_plain_model() -> None:
     model = plain_model(tiny_model_folder("llama"))
     before = list(model.state_dict())

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_rl_engines import ModelConfig
 from lightning_rl_engines.models import liger
 from lightning_rl_engines.models.huggingface import load_hf_model
+from tests.strategies.checks import assert_gradients
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import (
     assert_near,
@@ -104,7 +105,7 @@ def test_modules_are_replaced_around_the_same_parameters_and_nothing_else_change
     assert not any(isinstance(module, StubNorm) for module in tiny_model(name).modules())
 
 
-def train(config: ModelConfig, documents: Documents, **strategy: Any) -> dict[str, Any]:
+def train(config: ModelConfig, documents: Documents, *, mode: Any = "full", **strategy: Any) -> dict[str, Any]:
     """On a rank: gradients with the stub, weights, and how often each kernel ran in one pass with gradients."""
 
     def body(module: EngineModule) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def train(config: ModelConfig, documents: Documents, **strategy: Any) -> dict[st
         return {
             "calls": (StubNorm.calls, StubMLP.calls),
             "gradients": copies(engine.get_per_tensor_grad(module.policy)),
-            "weights": copies(engine.get_per_tensor_param(module.policy)),
+            "weights": copies(engine.get_per_tensor_param(module.policy, mode=mode)),
         }
 
     with pytest.MonkeyPatch.context() as patch:
@@ -138,6 +139,19 @@ def test_kernels_come_before_attention_groups_checkpointing_and_sharding(
         assert found["weights"].keys() == dict(model.named_parameters()).keys()
         # The last norm is in no layer and is not run again.
         assert found["calls"] == ((2 * 4 + 1, 2) if not checkpointing else (2 * 2 * 4 + 1, 2 * 2))
+
+
+def test_adapters_are_put_on_the_kernels_modules() -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    options: dict[str, Any] = {"path": folder, "lora": {"r": 2, "target_modules": "all-linear"}}
+    plain = run_workers(2, train, ModelConfig(**options), documents, mode="merged")
+    found = run_workers(2, train, ModelConfig(**options, use_liger=True), documents, mode="merged")
+    for rank, expected in zip(found, plain, strict=True):
+        assert any("gate_proj.lora_B" in name for name in expected["gradients"])
+        assert_gradients(rank["gradients"], expected["gradients"])
+        assert_near(rank["weights"], expected["weights"])
+        assert (rank["calls"], expected["calls"]) == ((5, 2), (0, 0))
 
 
 def test_a_value_model_gets_the_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
