@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 )
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -34,6 +35,7 @@ __all__ = [
     "WorkerOutput",
     "checkpoint_folder",
     "compile_in_place",
+    "end_aborted_backward",
     "given_hyperparameters",
     "keys_to_ignore_on_save",
     "queue_backward_callback",
@@ -76,6 +78,20 @@ def reshard_root(model: Any) -> None:
     # A unit knows that it is the root from its first forward pass on; before, nothing has been gathered.
     if handle is not None and model._is_root and handle.uses_sharded_strategy and not handle.needs_unshard():
         handle.reshard(free_unsharded_flat_param=True)
+
+
+def end_aborted_backward(model: Any) -> None:
+    """Bring an FSDP1 root back to rest after an exception inside its backward pass, and drop that pass's gradients.
+
+    Autograd then runs no final callback, and FSDP1, which has no public way to end the pass, would take the next one
+    for a part of it: parameters stay sharded, gradients are not finished.
+    """
+    if getattr(model, "_is_root", False) and getattr(model, "_post_backward_callback_queued", False):
+        _post_backward_final_callback(model, model)
+        for handle in model._all_handles:
+            if not handle.uses_sharded_strategy:
+                handle.reshard(free_unsharded_flat_param=False)  # see restore_frozen_parameters
+        model.zero_grad(set_to_none=True)
 
 
 def compile_in_place(

@@ -41,8 +41,7 @@ class GraphGuard:
     """Tracks the forward passes of one model whose backward pass is still to come.
 
     Passes under ``no_grad`` and passes whose graph was dropped do not count. After a refusal the model can be used
-    again: FSDP has finished, or not begun, the backward pass that was refused. An exception of somebody else inside a
-    backward pass leaves FSDP1 in the middle of it, which nothing but a new model repairs.
+    again: FSDP has finished, or not begun, the backward pass that was refused.
     """
 
     def __init__(self) -> None:
