@@ -84,9 +84,17 @@ def export(arguments: Sequence[str]) -> None:
         "--dtype", type=DTypeName | None, default=None, help="Type of the exported weights; by default the stored one."
     )
     parser.add_argument("--model", type=str, default="policy", help="Which of the module's models.")
+    parser.add_argument(
+        "--weights",
+        type=Literal["full", "merged", "adapter"] | None,
+        default=None,
+        help="Of a run with LoRA: base plus adapter (the default), or the adapter as a peft folder.",
+    )
     options = parser.parse_args(list(arguments))
     try:
-        path = export_checkpoint(options.checkpoint, options.output, dtype=options.dtype, model=options.model)
+        path = export_checkpoint(
+            options.checkpoint, options.output, dtype=options.dtype, model=options.model, weights=options.weights
+        )
     except ValueError as error:
         if _debugging():
             raise
