@@ -1,4 +1,4 @@
-"""Session-wide set-up: thread counts, the folder of tiny models, the end of the worker pool, skipped markers."""
+"""Session-wide set-up: thread counts, the folder of tiny models, the end of the worker pool, markers."""
 
 import os
 import shutil
@@ -33,8 +33,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     exhaustive = config.getoption("--exhaustive") or "exhaustive" in config.getoption("-m")
+    left_out = [] if exhaustive else [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if item.get_closest_marker("exhaustive") and not exhaustive:
-            item.add_marker(pytest.mark.skip(reason="full grid: --exhaustive or -m exhaustive"))
