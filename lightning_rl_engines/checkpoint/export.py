@@ -121,8 +121,12 @@ def _model_config(hyper_parameters: Mapping[str, Any], model: str, path: Path) -
 def _tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
+    # The revision is the model's; a tokenizer that is named comes from elsewhere.
+    revision = None if config.tokenizer else config.revision
     try:
-        return AutoTokenizer.from_pretrained(config.tokenizer_path, trust_remote_code=config.trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            config.tokenizer_path, trust_remote_code=config.trust_remote_code, revision=revision
+        )
     except (OSError, ValueError):
         return None  # a model without a tokenizer, as in tests and in other modalities, is still an export
 

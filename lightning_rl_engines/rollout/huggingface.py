@@ -233,6 +233,7 @@ def _end_tokens(
     if model_config.path is not None:
         # Many checkpoints come without a generation_config.json.
         with suppress(OSError):
-            named.append(GenerationConfig.from_pretrained(model_config.path).eos_token_id)
+            config = GenerationConfig.from_pretrained(model_config.path, revision=model_config.revision or "main")
+            named.append(config.eos_token_id)
     lists = [ids if isinstance(ids, list) else [ids] for ids in named if ids is not None]
     return {int(token) for ids in lists for token in ids}

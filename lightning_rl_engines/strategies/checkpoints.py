@@ -78,11 +78,8 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
         if "optimizer_states" in checkpoint:  # not with save_weights_only
             metadata[RANDOM_STATES] = self._all_random_states()
         running = module.trainer.state.status == TrainerStatus.RUNNING  # else nobody would wait for the end
-        if self._saver is None:
-            self._saver = CheckpointSaver(
-                self.all_gather_objects, is_writer=self.is_global_zero, timeout=self.checkpoint_timeout
-            )
-        self._saver.save(state, metadata, Path(self.broadcast(filepath)), background=self.async_checkpoint and running)
+        path = Path(self.broadcast(filepath))
+        self._require_saver().save(state, metadata, path, background=self.async_checkpoint and running)
         self._offloader.offload_again()
 
     def _require_saver(self) -> CheckpointSaver:
@@ -117,6 +114,7 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
         self.finish_checkpoints()
         self._offloader.load_all()
         metadata = load_training_checkpoint(module, self.optimizers if fitting else [], path)
+        self._offloader.offload_again()
         states = metadata.pop(RANDOM_STATES, None)
         self._random_states = states if fitting else None
         return metadata

@@ -48,12 +48,12 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
         ulysses_sp_size: Ranks that a row is split over; divides the number of ranks and the attention heads.
         fsdp_size: Ranks that parameters are sharded over; smaller than the world gives hybrid sharding (sharded within
             neighbouring ranks, replicated across), 1 gives replicas, ``None`` shards over the world.
-        reduce_dtype: Type that gradients are reduced in under ``bf16-mixed``.
+        reduce_dtype: Type that gradients are reduced in where compute is in half precision.
         offload_param: Keep parameters, of frozen references too, in host memory outside ``train_mode``, ``eval_mode``
             and exports. On CPU they go to a second buffer, which saves nothing.
         offload_optimizer: Keep optimizer state in host memory outside ``train_mode``.
         defer_gradient_sync: Reduce gradients on the last micro-batch only. Saves communication and keeps an unsharded
-            gradient on every rank. Refused under ``bf16-mixed``, where FSDP1 would accumulate it in bf16.
+            gradient on every rank. Only with ``32-true``: FSDP1 would accumulate it in the type of computation.
         async_checkpoint: Write checkpoints in the background, from a copy of the state in host memory. A checkpoint
             appears under its name once it is whole; the next save, a load and the end of the run wait for it. Name
             checkpoints by step: one that is being written is invisible to the version counter of ``ModelCheckpoint``.
@@ -62,7 +62,7 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
-        precision_plugin: Set by the Trainer from its ``precision``: ``"32-true"`` or ``"bf16-mixed"``.
+        precision_plugin: Set by the Trainer from its ``precision``; see :class:`EnginePrecision`.
 
     Raises:
         ValueError: A size that is not a positive integer, or an unknown type.

@@ -28,8 +28,10 @@ class LossScale:
         """Context of backward passes through a loss that is multiplied by :attr:`value`."""
         chosen = list(parameters)
         self._multiply(chosen, self.value)
-        yield
-        self._multiply(chosen, 1.0 / self.value)
+        try:
+            yield
+        finally:
+            self._multiply(chosen, 1.0 / self.value)
 
     def _multiply(self, parameters: list[Tensor], factor: float) -> None:
         for parameter in parameters:
