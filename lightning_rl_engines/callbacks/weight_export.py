@@ -11,14 +11,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl_engines.export.sinks import Communicator, ExportContext, WeightSink, drain
-from lightning_rl_engines.models.config import DTypeName, ModelConfig
+from lightning_rl_engines.models.config import DTypeName
+from lightning_rl_engines.models.huggingface import load_generation_config
 from lightning_rl_engines.models.lora_config import adapter_config_dict
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.modules.tokenizer import load_tokenizer
 from lightning_rl_engines.strategies.engine import Engine
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 Weights = Literal["full", "merged", "adapter"]
 
@@ -92,7 +93,7 @@ class WeightExport(Callback):
         self._stream(trainer, model)
         # On all ranks and before training, so a broken file stops all of them together.
         self._tokenizer = load_tokenizer(model.model_config)
-        self._generation_config = _load_generation_config(model.model_config, model.config)
+        self._generation_config = load_generation_config(model.model_config, model.config)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,17 +166,3 @@ class WeightExport(Callback):
 
 def _updates(pl_module: LightningModule) -> int:
     return cast(int, pl_module.updates)
-
-
-def _load_generation_config(config: ModelConfig, hf_config: "PretrainedConfig") -> "GenerationConfig | None":
-    from transformers import GenerationConfig
-
-    if config.head != "lm":
-        return None
-    if config.path is not None:
-        try:
-            return GenerationConfig.from_pretrained(config.path, revision=config.revision or "main")
-        except OSError:
-            # The model comes without one; transformers derives it from the configuration then.
-            pass
-    return GenerationConfig.from_model_config(hf_config)

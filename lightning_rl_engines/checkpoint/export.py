@@ -16,7 +16,7 @@ from lightning_rl_engines.export.folder import HFFolderSink
 from lightning_rl_engines.export.plan import ExportPlan, plan_from_hf_model
 from lightning_rl_engines.export.sinks import ExportContext
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
-from lightning_rl_engines.models.huggingface import load_hf_model
+from lightning_rl_engines.models.huggingface import load_generation_config, load_hf_model
 from lightning_rl_engines.models.lora import load_adapter
 from lightning_rl_engines.models.lora_config import adapter_config_dict
 from lightning_rl_engines.models.weights import stream_weights
@@ -69,7 +69,7 @@ def export_checkpoint(
     context = ExportContext(
         step=metadata["global_step"],
         config=hf.config,
-        generation_config=hf.generation_config if hf.can_generate() else None,
+        generation_config=load_generation_config(config, hf.config),
         tokenizer=_tokenizer(config),
         adapter_config=adapter_config,
     )

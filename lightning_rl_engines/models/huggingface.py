@@ -22,7 +22,7 @@ from lightning_rl_engines.models.lora import Adapter, adapter_units, adapters_di
 from lightning_rl_engines.models.token_model import TokenModel, inverse_temperature, scatter_predicted
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
     from lightning_rl_engines.sequence.packing import MicroBatch
 
@@ -56,6 +56,11 @@ def load_hf_model(
     else:
         model = _from_pretrained(factory, config, hf_config, dtype, attn_implementation)
         nn.Module.to(model, device)
+        # Some architectures keep a few weights in fp32 when they are read, and not when they are built empty: ranks
+        # would disagree, and a flat parameter has one type.
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
     return cast("PreTrainedModel", model.eval())
 
 
@@ -168,6 +173,21 @@ def _freeze(model: "PreTrainedModel", patterns: Iterable[str]) -> None:
         for name, parameter in model.named_parameters():
             if name in chosen:
                 parameter.requires_grad_(False)
+
+
+def load_generation_config(config: ModelConfig, hf_config: "PretrainedConfig") -> "GenerationConfig | None":
+    """Return how a model is sampled by default: as its folder says, or else its configuration; ``None`` for critics."""
+    from transformers import GenerationConfig
+
+    if config.head != "lm":
+        return None
+    if config.path is not None:
+        try:
+            return GenerationConfig.from_pretrained(config.path, revision=config.revision or "main")
+        except OSError:
+            # The model comes without one; transformers derives it from the configuration then.
+            pass
+    return GenerationConfig.from_model_config(hf_config)
 
 
 class HFTokenModel(TokenModel):

@@ -175,7 +175,7 @@ class ActorCriticModule(PolicyModule):
         self.whiten_advantages = whiten_advantages
         self.kl_in_reward = kl_in_reward
         self.kl_in_reward_estimator: RewardKLEstimator = kl_in_reward_estimator
-        needed = kl_in_reward > 0 or (isinstance(loss, PolicyLossBase) and loss.needs_reference)
+        needed = kl_in_reward > 0 or bool(getattr(loss, "needs_reference", False))
         self.reference_config = find_reference(reference, policy, rollout, needed=needed)
         self.critic_optimizer = critic_optimizer
         self.critic_lr_scheduler = critic_lr_scheduler

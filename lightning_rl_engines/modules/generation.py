@@ -11,9 +11,9 @@ from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.modules.base import RLModule
 from lightning_rl_engines.modules.metrics import Tally
-from lightning_rl_engines.modules.samples import Samples, Scores, sample_rows, score
+from lightning_rl_engines.modules.samples import Samples, Scores, raise_on_all_ranks, sample_rows, score
 from lightning_rl_engines.modules.tokenizer import load_tokenizer, require_tokenizer
-from lightning_rl_engines.rollout.base import Prompt, RolloutEngine, RolloutStrategy
+from lightning_rl_engines.rollout.base import Generation, Prompt, RolloutEngine, RolloutStrategy
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.strategies.engine import Engine, WeightsMode
 
@@ -125,8 +125,17 @@ class GenerationModule(RLModule):
         return self.rewards
 
     def sample(self, prompts: Sequence[Prompt], *, greedy: bool = False, num_generations: int | None = None) -> Samples:
-        """Generate responses to this data rank's prompts. Collective over the sequence group."""
-        generations = self.require_rollout().generate(prompts, greedy=greedy, num_generations=num_generations)
+        """Generate responses to this data rank's prompts. Collective over the world.
+
+        What fails on one rank, such as a prompt that is too long, is raised on all of them.
+        """
+        failure: Exception | None = None
+        generations: list[list[Generation]] = []
+        try:
+            generations = self.require_rollout().generate(prompts, greedy=greedy, num_generations=num_generations)
+        except Exception as error:
+            failure = error
+        raise_on_all_ranks(self.engine, failure, "Generation")
         return Samples.flatten(prompts, generations)
 
     def generate(self, prompts: Sequence[str | Prompt], *, greedy: bool = True) -> list[str]:

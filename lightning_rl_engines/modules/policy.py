@@ -149,7 +149,7 @@ class PolicyModule(GenerationModule):
             require_at_least(name, value, 1, 1)
         self.loss = loss
         self.advantage = advantage
-        needed = isinstance(loss, PolicyLossBase) and loss.needs_reference
+        needed = bool(getattr(loss, "needs_reference", False))
         self.reference_config = find_reference(reference, policy, rollout, needed=needed)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -370,7 +370,7 @@ class PolicyModule(GenerationModule):
                     self.loss,
                     scheduler=scheduler,
                     temperature="temperature",
-                    calculate_entropy=isinstance(self.loss, PolicyLossBase) and self.loss.needs_entropy,
+                    calculate_entropy=bool(getattr(self.loss, "needs_entropy", False)),
                 )
                 for part in self.parts(experience, columns)
             ]

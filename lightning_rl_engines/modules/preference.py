@@ -69,7 +69,7 @@ class DPOModule(DocumentModule):
             balance=balance,
             max_skipped_steps=max_skipped_steps,
         )
-        needed = isinstance(loss, DocumentLoss) and loss.needs_reference
+        needed = bool(getattr(loss, "needs_reference", False))
         self.reference_config = find_reference(reference, policy, None, needed=needed)
         self.save_plain_hyperparameters(**arguments)
 

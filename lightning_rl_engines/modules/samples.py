@@ -49,6 +49,25 @@ class Scores:
     named: dict[str, list[float | None]]
 
 
+def raise_on_all_ranks(engine: Engine, failure: Exception | None, what: str) -> None:
+    """Raise what failed on any rank: on the others they would wait for it. Collective over the world.
+
+    Args:
+        engine: The engine of the run.
+        failure: What failed on this rank, if anything.
+        what: Names it in the message of the other ranks.
+
+    Raises:
+        Exception: This rank's failure; a ``RuntimeError`` that quotes another rank's.
+    """
+    reports = engine.all_gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", "world")
+    if failure is not None:
+        raise failure
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise RuntimeError(f"{what} failed on rank {rank}: {report}")
+
+
 def score(engine: Engine, rewards: dict[str, Reward], samples: Samples) -> Scores:
     """Score samples on one rank of each row and share the result. Collective over the world.
 
@@ -65,12 +84,7 @@ def score(engine: Engine, rewards: dict[str, Reward], samples: Samples) -> Score
             outcome = Scores(*compute_rewards(rewards, samples.prompts, samples.generations))
         except Exception as error:
             failure = error
-    reports = engine.all_gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", "world")
-    if failure is not None:
-        raise failure
-    for rank, report in enumerate(reports):
-        if report is not None:
-            raise RuntimeError(f"A reward function failed on rank {rank}: {report}")
+    raise_on_all_ranks(engine, failure, "A reward function")
     shared: Scores = engine.all_gather_objects(outcome, "sequence")[0]
     return shared
 

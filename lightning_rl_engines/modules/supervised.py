@@ -114,7 +114,7 @@ class DocumentModule(RLModule):
 
     @property
     def _needs_entropy(self) -> bool:
-        return isinstance(self.loss, TokenLoss | DocumentLoss) and self.loss.needs_entropy
+        return bool(getattr(self.loss, "needs_entropy", False))
 
     @override
     def on_validation_epoch_start(self) -> None:

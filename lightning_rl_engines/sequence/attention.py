@@ -162,6 +162,15 @@ def _attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _check_layers(model: PreTrainedModel, attentions: int) -> None:
     config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(item for item in rope.values() if isinstance(item, dict))):
+        kind = str(parameters.get("rope_type", ""))
+        if kind == "longrope" or "dynamic" in kind:
+            raise ValueError(
+                f"{type(model).__name__} has rope_type={kind!r}, which chooses frequencies by the longest document "
+                "of a slice, so documents of a row would change each other; use a model with fixed frequencies, such "
+                "as 'default', 'linear', 'yarn' or 'llama3'"
+            )
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
         raise ValueError(f"{type(model).__name__} has layers of type {sorted(others)}; only {sorted(_LAYER_TYPES)} run")

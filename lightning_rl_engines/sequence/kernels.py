@@ -98,6 +98,8 @@ def varlen(
 ) -> Tensor:
     """Torch's own ``varlen_attn``: CUDA, half precision."""
     _check_half("packed_varlen", query)
+    width = value.shape[-1]
+    query, key, value, scale = _same_head_size(query, key, value, scale)
     output = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -111,7 +113,7 @@ def varlen(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, Tensor)
-    return output
+    return output[..., :width]
 
 
 def flash(
@@ -126,7 +128,9 @@ def flash(
 ) -> Tensor:
     """``flash_attn_varlen_func`` of the flash-attn package: CUDA, half precision."""
     _check_half("packed_flash", query)
-    return _flash_attn_varlen()(
+    width = value.shape[-1]
+    query, key, value, scale = _same_head_size(query, key, value, scale)
+    output = _flash_attn_varlen()(
         query,
         key,
         value,
@@ -138,6 +142,7 @@ def flash(
         causal=True,
         window_size=(-1 if window is None else window - 1, 0 if window is not None else -1),
     )
+    return output[..., :width]
 
 
 def flex(
@@ -172,6 +177,20 @@ def flex(
 def flash_attn_installed() -> bool:
     """Whether the flash-attn package can be imported."""
     return importlib.util.find_spec("flash_attn") is not None
+
+
+def _same_head_size(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Pad head sizes with zeros, which change nothing: flash kernels want one size, a multiple of 8, up to 256."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    if size > 256:
+        raise ValueError(
+            f"attention heads of size {size} are beyond flash kernels (256); use attn_implementation='sdpa'"
+        )
+    query, key, value = (F.pad(item, (0, size - item.shape[-1])) for item in (query, key, value))
+    return query, key, value, scale
 
 
 def _check_half(name: str, query: Tensor) -> None:

@@ -79,8 +79,10 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
             metadata[RANDOM_STATES] = self._all_random_states()
         running = module.trainer.state.status == TrainerStatus.RUNNING  # else nobody would wait for the end
         path = Path(self.broadcast(filepath))
-        self._require_saver().save(state, metadata, path, background=self.async_checkpoint and running)
-        self._offloader.offload_again()
+        try:
+            self._require_saver().save(state, metadata, path, background=self.async_checkpoint and running)
+        finally:
+            self._offloader.offload_again()
 
     def _require_saver(self) -> CheckpointSaver:
         if self._saver is None:

@@ -1,5 +1,6 @@
 """The contract that both engines implement, and the part of it that they share."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -181,8 +182,7 @@ class Engine(ABC):
     ) -> BatchOutput:
         """Run a global batch as micro-batches, and add its gradients to those of the parameters.
 
-        The loss, each metric and each gradient are those of the whole global batch, whatever the layout, the packing
-        and the micro-batching.
+        Loss, metrics and gradients are those of the whole global batch, whatever layout, packing and micro-batching.
 
         Args:
             model: A model that :meth:`build_model` returned.
@@ -212,7 +212,7 @@ class Engine(ABC):
         else:
             self._train_rows(model, forward, batch, cast(LossFunction, loss_fn), metrics)
         found = metrics.finish(self.all_gather_objects)
-        return BatchOutput(found.get("loss"), found, columns)
+        return BatchOutput(found.get("loss"), found, columns, batch.denominators.tokens)
 
     def _train_rows(
         self, model: nn.Module, forward: _Forward, batch: GlobalBatch, loss_fn: LossFunction, metrics: MetricAccumulator
@@ -270,7 +270,8 @@ class Engine(ABC):
     ) -> BatchOutput:
         """Run :meth:`forward_backward_batch`, clip, and step the optimizer.
 
-        A gradient norm that is not finite skips the step on all ranks. Gradients are cleared in any case.
+        A gradient norm that is not finite skips the step on all ranks, and a global batch without any response token
+        takes none. Gradients are cleared in any case.
 
         Args:
             model: The model that is trained.
@@ -301,9 +302,9 @@ class Engine(ABC):
                 balance=balance,
             )
             norm = float(self.clip_grad_norm(model, max_grad_norm))
-            # The norm is one all-reduced number: every rank takes the same branch.
-            finite = norm == norm and norm not in (float("inf"), float("-inf"))
-            if finite:
+            finite = math.isfinite(norm)  # one all-reduced number: every rank takes the same branch
+            # Momentum and weight decay alone, without a response token, are no training.
+            if finite and output.num_tokens:
                 optimizer.step()
         finally:
             optimizer.zero_grad()
@@ -311,7 +312,7 @@ class Engine(ABC):
         if self.loss_scale is not None:
             metrics["loss_scale"] = self.loss_scale.value
             self.loss_scale.update(finite)
-        return BatchOutput(output.loss, metrics)
+        return BatchOutput(output.loss, metrics, num_tokens=output.num_tokens)
 
     def infer_batch(
         self,

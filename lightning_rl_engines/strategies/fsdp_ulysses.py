@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import set_timeout
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -164,8 +165,14 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
 
     @override
     def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self.root_device.type == "cuda":
-            return "cpu:gloo,cuda:nccl"  # host objects and host tensors travel without a detour over the device
+        # Host objects and host tensors travel without a detour over the device.
+        if self.root_device.type == "cuda":
+            chosen = self._process_group_backend or "cpu:gloo,cuda:nccl"
+            if "gloo" not in chosen:
+                raise ValueError(
+                    f"process_group_backend={chosen!r} cannot send host tensors; use 'cpu:gloo,cuda:nccl', the default."
+                )
+            return chosen
         return super()._get_process_group_backend()
 
     @override
@@ -181,6 +188,9 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
         self._layout = fsdp_layout(
             self.root_device, self.world_size, self.fsdp_size, mixed_precision, self.precision_plugin.compute_dtype
         )
+        for mesh in (self._mesh, self._layout.mesh):
+            for group in mesh.get_all_groups() if mesh is not None else ():
+                set_timeout(cast(timedelta, self._timeout), group)  # meshes make their groups with torch's default
 
     def _check_layout(self) -> None:
         world = self.num_processes * self.num_nodes

@@ -61,6 +61,12 @@ def load_on_rank_zero(
         error = exception
     _raise_on_all_ranks(config, error, gather)
     assert hf is not None
+    # Buffers keep the type that reading gave them.
+    types = gather({name: buffer.dtype for name, buffer in hf.named_buffers()} if reader else None)[0]
+    for name, buffer in list(hf.named_buffers()):
+        if buffer.dtype != types[name]:
+            owner, _, key = name.rpartition(".")
+            hf.get_submodule(owner)._buffers[key] = buffer.to(types[name])
     if adapter is not None:
         adapter = replace(adapter, fingerprint=gather(adapter.fingerprint)[0])
     return hf, adapter

@@ -30,11 +30,13 @@ class BatchOutput:
         metrics: Global metrics by name, the same on every rank.
         columns: ``log_probs``, ``entropy`` and ``values`` where computed without gradients: fp32 host tensors of shape
             ``[tokens]``, in the order and alignment of the experience that was passed.
+        num_tokens: Response tokens of the global batch.
     """
 
     loss: float | None
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, Tensor] = field(default_factory=dict)
+    num_tokens: int = 0
 
 
 def connected(total: Tensor, outputs: TokenOutputs) -> Tensor:

@@ -254,7 +254,11 @@ def _error_of(workers: list[_Worker], replies: dict[int, Result | Failure], time
 def _stacks_of(worker: _Worker) -> str:
     if worker.process.pid is not None and worker.process.is_alive():
         os.kill(worker.process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        # A busy machine may take seconds; the dump is whole once it has stopped growing.
+        deadline, size = time.monotonic() + 5.0, 0
+        while time.monotonic() < deadline and not 0 < size == worker.stacks.stat().st_size:
+            size = worker.stacks.stat().st_size if worker.stacks.exists() else 0
+            time.sleep(0.3)
     stacks = worker.stacks.read_text() if worker.stacks.exists() else ""
     return f"{stacks}\noutput:\n{_tail(worker.output)}"
 

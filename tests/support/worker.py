@@ -50,7 +50,6 @@ def serve(rank: int, connection: Connection, stacks: str, output: str, port: int
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(output)
     with open(stacks, "w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", GROUP_RANK="0")
@@ -65,6 +64,9 @@ def serve(rank: int, connection: Connection, stacks: str, output: str, port: int
                 task = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
+            # Anew for each call: a Trainer in an earlier one has put back the handlers that Python knows of.
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
             outcome = _load(task)
             # The clock of the call starts here: imports of the function's module are slow on a busy machine.
             connection.send_bytes(b"loaded")
