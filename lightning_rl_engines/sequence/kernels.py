@@ -99,7 +99,7 @@ def varlen(
     """Torch's own ``varlen_attn``: CUDA, half precision."""
     _check_half("packed_varlen", query)
     width = value.shape[-1]
-    query, key, value, scale = _same_head_size(query, key, value, scale)
+    query, key, value, scale = same_head_size(query, key, value, scale)
     output = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -129,7 +129,7 @@ def flash(
     """``flash_attn_varlen_func`` of the flash-attn package: CUDA, half precision."""
     _check_half("packed_flash", query)
     width = value.shape[-1]
-    query, key, value, scale = _same_head_size(query, key, value, scale)
+    query, key, value, scale = same_head_size(query, key, value, scale)
     output = _flash_attn_varlen()(
         query,
         key,
@@ -179,7 +179,7 @@ def flash_attn_installed() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def _same_head_size(
+def same_head_size(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Pad head sizes with zeros, which change nothing: flash kernels want one size, a multiple of 8, up to 256."""

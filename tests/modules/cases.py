@@ -288,6 +288,13 @@ def run_failing_reward() -> None:
     fit(policy_module(reward={"bad": Reward(function=bad_reward)}), train=lambda: loader(items, 2))
 
 
+def run_failing_generation() -> None:
+    """The last prompt, which only one of two ranks has, is longer than the model's positions."""
+    items = prompts(4)
+    items[3].token_ids = [3] * 300
+    fit(policy_module(), train=lambda: loader(items, 2))
+
+
 def run_without_groups() -> None:
     """Rank 1 has no group ids."""
     experience = recorded()

@@ -186,6 +186,13 @@ def test_a_reward_that_fails_on_one_rank_fails_on_all():
     assert all("reward 'bad' failed on prompt" in error.message for error in raised.value.errors)
 
 
+def test_a_prompt_that_cannot_be_answered_is_an_error_on_all_ranks():
+    with pytest.raises(WorkerError) as raised:
+        run_workers(2, cases.run_failing_generation)
+    assert len(raised.value.errors) == 2
+    assert all("300" in error.message for error in raised.value.errors), [e.message for e in raised.value.errors]
+
+
 def test_a_missing_column_is_an_error_on_all_ranks():
     with pytest.raises(WorkerError, match="has no per-document column 'group_ids'") as raised:
         run_workers(2, cases.run_without_groups)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2Config, GptOssConfig, Qwen2MoeConfig
 
 from lightning_rl_engines.sequence.attention import KERNELS, bind_sequence_parallel, ensure_registered, select_kernel
+from lightning_rl_engines.sequence.kernels import same_head_size, sdpa
 from tests.sequence.attention_cases import LENGTHS, assert_exact, packed, packed_logits, reference, row_of
 from tests.support.models import MODEL_NAMES, random_documents, tiny_model
 
@@ -191,6 +192,41 @@ def test_features_that_no_kernel_has_are_refused_at_binding(config: Any, message
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with pytest.raises(ValueError, match=message):
         bind_sequence_parallel(model, None, kernel="packed_sdpa")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 128,
+        },
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_frequencies_that_depend_on_the_row_are_refused(rope: dict[str, Any]) -> None:
+    model = tiny_model("llama", rope_parameters=rope)
+    with pytest.raises(ValueError, match=f"rope_type='{rope['rope_type']}'"):
+        bind_sequence_parallel(model, None, kernel="packed_sdpa")
+
+
+def test_head_sizes_are_padded_for_flash_kernels_without_a_trace() -> None:
+    row = row_of([3, 4])
+    query, key, value = torch.randn(7, 4, 12), torch.randn(7, 2, 12), torch.randn(7, 2, 10)
+    masks: Any = WeakKeyDictionary()
+    plain = sdpa(query, key, value, row, scale=None, window=None, block_masks=masks)
+    padded_query, padded_key, padded_value, scale = same_head_size(query, key, value, None)
+    assert padded_query.shape[-1] == padded_key.shape[-1] == padded_value.shape[-1] == 16
+    padded = sdpa(padded_query, padded_key, padded_value, row, scale=scale, window=None, block_masks=masks)
+    assert torch.allclose(padded[..., :10], plain, atol=1e-6)
+    assert not padded[..., 10:].any()
+    with pytest.raises(ValueError, match="size 264"):
+        same_head_size(torch.randn(1, 1, 260), torch.randn(1, 1, 260), torch.randn(1, 1, 260), None)
 
 
 def test_softcap_and_sinks_are_refused_in_the_call() -> None:

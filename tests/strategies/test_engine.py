@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rl_engines import ModelConfig
+from lightning_rl_engines import ModelConfig, SFTLoss
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import (
     assert_near,
@@ -155,3 +155,29 @@ def test_clipping_is_by_the_global_norm_however_it_is_asked_for(world: int, stra
         assert_near(found["ways"]["value"][1], by_value, 1e-4)  # errors of unclipped size on clipped elements
         assert found["grad_norm"] == pytest.approx(norm, rel=1e-6)
         assert_near(found["trained"], weights_of(model))
+
+
+def step_without_tokens(folder: str, documents: Documents) -> Any:
+    def body(module: EngineModule) -> Any:
+        engine: Any = module.engine
+        optimizer = torch.optim.AdamW(module.policy.parameters(), 1e-1, weight_decay=0.1)
+        experience = documents.experience([0, 1])
+        with engine.train_mode(module.policy, optimizer):
+            engine.train_batch(module.policy, optimizer, experience, SFTLoss())
+            before = weights(module)
+            silent = experience.with_token_columns(response_mask=torch.zeros(experience.num_tokens, dtype=torch.bool))
+            output = engine.train_batch(module.policy, optimizer, silent, SFTLoss())
+        after = weights(module)
+        return all(torch.equal(before[name], after[name]) for name in before), output.num_tokens, output.metrics
+
+    return with_engine(body, ModelConfig(path=folder))
+
+
+def test_a_batch_without_response_tokens_moves_nothing() -> None:
+    # Momentum of the step before and weight decay would.
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    for unchanged, tokens, metrics in run_workers(2, step_without_tokens, folder, documents):
+        assert unchanged
+        assert tokens == 0
+        assert metrics["skipped_step"] == 0

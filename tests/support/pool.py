@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -106,6 +107,15 @@ _pools: list[_Pool] = []
 _calls = itertools.count()
 
 
+@cache
+def _save_tiny_models() -> None:
+    """Save the tiny models here: in a process group transformers saves on rank 0 only, whoever holds the lock."""
+    from tests.support.models import MODEL_NAMES, tiny_model_folder
+
+    for name in MODEL_NAMES:
+        tiny_model_folder(name)
+
+
 def run_workers(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
 ) -> list[Any]:
@@ -127,6 +137,7 @@ def run_workers(
         WorkerError: If a rank raised or died. Where not all ranks raised, the pool is replaced.
         WorkerTimeout: If the ranks did not finish in time.
     """
+    _save_tiny_models()
     task = pickle.dumps((function, args, kwargs))
     pool = _pool_of(world_size)
     try:
