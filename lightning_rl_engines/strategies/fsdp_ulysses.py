@@ -184,7 +184,7 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
             (self.world_size // self.ulysses_sp_size, self.ulysses_sp_size),
             mesh_dim_names=("dp", "sp"),
         )
-        mixed_precision = self.precision_plugin.mixed_precision_config
+        mixed_precision = self.precision_plugin.fsdp_mixed_precision
         self._layout = fsdp_layout(
             self.root_device, self.world_size, self.fsdp_size, mixed_precision, self.precision_plugin.compute_dtype
         )

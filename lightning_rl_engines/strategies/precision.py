@@ -64,7 +64,13 @@ class EnginePrecision(FSDPPrecision):
 
     @property
     @override
-    def mixed_precision_config(self) -> MixedPrecision | None:  # type: ignore[override]
+    def mixed_precision_config(self) -> MixedPrecision:
+        # Lightning's throughput monitor reads it, and knows no plugin without one.
+        return self.fsdp_mixed_precision or MixedPrecision()
+
+    @property
+    def fsdp_mixed_precision(self) -> MixedPrecision | None:
+        """What FSDP casts; ``None`` where compute and reduction are in the type of the weights."""
         if self.precision == "32-true":
             return None
         # Inputs are token ids and rows: activations take the type of the weights, so FSDP has nothing to cast.
