@@ -52,8 +52,6 @@ def serve(rank: int, connection: Connection, stacks: str, output: str, port: int
     with open(stacks, "w") as stack_file:
         threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
         torch.set_num_threads(1)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", GROUP_RANK="0")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         if sys.platform == "linux":
             # gloo otherwise resolves the host name, which containers do not always know.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -67,6 +65,9 @@ def serve(rank: int, connection: Connection, stacks: str, output: str, port: int
             # Anew for each call: a Trainer in an earlier one has put back the handlers that Python knows of.
             faulthandler.unregister(signal.SIGUSR1)
             faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+            # The same for its place among the ranks: a call may have played another launch.
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", GROUP_RANK="0")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             outcome = _load(task)
             # The clock of the call starts here: imports of the function's module are slow on a busy machine.
             connection.send_bytes(b"loaded")
