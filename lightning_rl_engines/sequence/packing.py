@@ -7,10 +7,14 @@ The model's output at position *p* of a row describes token *p + 1*. Every per-t
 once, on the whole row, before the row is split over sequence ranks: slot *i* of a slice holds the column of the token
 that output *i* describes, also at the edges of slices. The roll is a bijection: the first token of a document, which
 has no prediction and is masked, lands on the slot of the token before it in the row.
+
+Context parallelism deals the tokens of a row out in another order, so that attention costs every rank the same. One
+permutation is applied to everything of the row, after the roll and before the split; results need no inverse, since
+each slot knows the token that it describes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -22,6 +26,9 @@ from torch.distributed import ProcessGroup
 
 from lightning_rl_engines.sequence.experience import Experience
 
+RowOrder = Callable[[tuple[int, ...], int], Tensor]
+"""``(cu_seqlens, sequence_size) -> int64 [row]`` on the CPU: the row's positions, in the order in which it is split."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedRow:
@@ -31,11 +38,14 @@ class PackedRow:
         cu_seqlens: int32 ``[S + 1]`` on the device: starts of the documents, and the length of the row.
         cu_seqlens_host: The same numbers on the host.
         max_seqlen: Length of the longest document.
+        order: int64 ``[row]`` on the CPU: the row's positions in the order in which the row is split over sequence
+            ranks; ``None`` for the row's own order.
     """
 
     cu_seqlens: Tensor
     cu_seqlens_host: tuple[int, ...]
     max_seqlen: int
+    order: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,7 +57,7 @@ class MicroBatch:
     ``[num_documents]`` per document. Dummy and padding documents hold 0 and False in every column.
 
     Attributes:
-        input_ids: int64 ``[local]``, what the model reads, in row order.
+        input_ids: int64 ``[local]``, what the model reads, in row order or that of ``row.order``.
         position_ids: int64 ``[local]``, from 0 in every document.
         row: The whole row, the same on all sequence ranks.
         labels: int64 ``[local]``, the token that each slot describes.
@@ -63,6 +73,7 @@ class MicroBatch:
         token_columns: Per-token columns except ``input_ids``.
         document_columns: Per-document columns.
         group: Sequence ranks that share the row, or ``None``.
+        sequence_rank: Which of the equal slices of the row this is.
     """
 
     input_ids: Tensor
@@ -79,6 +90,7 @@ class MicroBatch:
     token_columns: Mapping[str, Tensor]
     document_columns: Mapping[str, Tensor]
     group: ProcessGroup | None = None
+    sequence_rank: int = 0
 
     @property
     def num_documents(self) -> int:
@@ -171,6 +183,7 @@ def pack_row(
     device: torch.device | str | None = None,
     pad_to: int | None = None,
     multiple_of: int | None = None,
+    order: RowOrder | None = None,
 ) -> MicroBatch:
     """Pack documents into one row and take this sequence rank's slice.
 
@@ -185,9 +198,11 @@ def pack_row(
         device: Where the micro-batch goes; default: where the experience is.
         pad_to: Length of the row; default: the next multiple of ``multiple_of``.
         multiple_of: A multiple of ``sequence_size``; default: ``sequence_size``.
+        order: Makes the order in which the row is split; default: the row's own.
 
     Raises:
-        ValueError: A document index, a size or a rank is out of range, or the documents do not fit into ``pad_to``.
+        ValueError: A document index, a size or a rank is out of range, the documents do not fit into ``pad_to``, or
+            ``order`` makes no permutation of the row.
     """
     device = torch.device(device) if device is not None else experience.device
     if sequence_size < 1 or not 0 <= sequence_rank < sequence_size:
@@ -196,7 +211,10 @@ def pack_row(
     starts = list(accumulate(lengths, initial=0))
     total = starts[-1]
     local = total // sequence_size
-    here = slice(sequence_rank * local, (sequence_rank + 1) * local)
+    here: slice | Tensor = slice(sequence_rank * local, (sequence_rank + 1) * local)
+    permutation = None if order is None else _permutation(order, tuple(starts), sequence_size)
+    if permutation is not None:
+        here = permutation[here]
     document_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position_ids = torch.arange(total) - torch.tensor(starts[:-1]).index_select(0, document_ids)
     tokens = experience.token_indices(documents)
@@ -222,6 +240,7 @@ def pack_row(
             cu_seqlens=move(torch.tensor(starts, dtype=torch.int32)),
             cu_seqlens_host=tuple(starts),
             max_seqlen=max(lengths),
+            order=permutation,
         ),
         labels=columns(ids, described)["input_ids"],
         predicted=move(responses.roll(-1)[here].nonzero().flatten()),
@@ -234,7 +253,19 @@ def pack_row(
         token_columns=columns(others, described),
         document_columns=columns(experience.document_columns, torch.tensor(owners)),
         group=group,
+        sequence_rank=sequence_rank,
     )
+
+
+def _permutation(order: RowOrder, cu_seqlens: tuple[int, ...], sequence_size: int) -> Tensor:
+    permutation = order(cu_seqlens, sequence_size)
+    total = cu_seqlens[-1]
+    if permutation.dtype != torch.int64 or not torch.equal(permutation.sort().values, torch.arange(total)):
+        raise ValueError(
+            f"order made {permutation.dtype} {tuple(permutation.shape)}, which is no permutation of the row's {total} "
+            f"positions; return int64 numbers 0 to {total - 1} on the CPU, each once, for instance torch.arange({total})"
+        )
+    return permutation
 
 
 def _last_of_each(mask: Tensor, document_ids: Tensor, count: int) -> Tensor:
