@@ -37,6 +37,7 @@ __all__ = [
     "compile_in_place",
     "end_aborted_backward",
     "given_hyperparameters",
+    "keys_to_ignore_on_load",
     "keys_to_ignore_on_save",
     "queue_backward_callback",
     "reshard_root",
@@ -126,3 +127,10 @@ def restore_frozen_parameters(root: Any) -> None:
 def set_adapter_disabled(module: Any, disabled: bool) -> None:
     """Switch one of peft's modules; its public way also flips ``requires_grad``, which FSDP1 has read already."""
     module._disable_adapters = disabled
+
+
+def keys_to_ignore_on_load(hf_config: Any) -> tuple[str, ...]:
+    """Patterns of saved names that transformers leaves unread; a private attribute of the language model's class."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return tuple(MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]._keys_to_ignore_on_load_unexpected or ())
