@@ -61,10 +61,12 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
 
     def _all_random_states(self) -> list[list[RandomState]]:
         found = self.all_gather_objects((self.data_parallel_rank, self.sequence_parallel_rank, random_state()))
-        table: list[list[RandomState]] = [[] for _ in range(self.data_parallel_size)]
-        for data_rank, _, state in sorted(found, key=lambda item: item[:2]):
-            table[data_rank].append(state)
-        return table
+        # Ranks that share data rank and place in the row, such as tensor-parallel peers, draw the same numbers.
+        states = {(data_rank, sequence_rank): state for data_rank, sequence_rank, state in reversed(found)}
+        return [
+            [states[data_rank, sequence_rank] for sequence_rank in range(self.sequence_parallel_size)]
+            for data_rank in range(self.data_parallel_size)
+        ]
 
     # ---- saving ----
 

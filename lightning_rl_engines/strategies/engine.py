@@ -2,8 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
@@ -12,16 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_rl_engines.algorithms.outputs import TokenOutputs
 from lightning_rl_engines.models.config import DTypeName, ModelConfig
 from lightning_rl_engines.models.token_model import TokenModel
-from lightning_rl_engines.sequence import Experience, MicroBatch, pack_row, return_columns
+from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.strategies.accumulator import MetricAccumulator
-from lightning_rl_engines.strategies.global_batch import GlobalBatch, describe, plan_batch
+from lightning_rl_engines.strategies.global_batch import GlobalBatch
 from lightning_rl_engines.strategies.loss_scale import LossScale
-from lightning_rl_engines.strategies.passes import BatchOutput, LossFunction, collect, connected, module_mode
-
-_Forward: TypeAlias = Callable[[MicroBatch], TokenOutputs]
+from lightning_rl_engines.strategies.passes import BatchOutput, Forward, LossFunction, module_mode
 
 GroupName: TypeAlias = Literal["data", "sequence", "world"]
 
@@ -117,14 +114,6 @@ class Engine(ABC):
         """Return the host objects of all ranks of a group, in rank order."""
 
     @abstractmethod
-    def _gradient_scale(self, model: nn.Module) -> float:
-        """Factor on the loss that turns the engine's reduction of gradients into a sum over ranks."""
-
-    @abstractmethod
-    def _gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-        """Context of a micro-batch; gradients of all but the last one may stay local."""
-
-    @abstractmethod
     def to(
         self,
         device: torch.device | str,
@@ -148,8 +137,39 @@ class Engine(ABC):
         """Context in which model and optimizer are on the device; at exit what is off-loaded by option leaves it."""
 
     @abstractmethod
-    def _sum_over_sequence(self, tensor: Tensor) -> None:
-        """Sum a host tensor over the ranks of a row, in place."""
+    def _plan(
+        self,
+        model: nn.Module,
+        experience: Experience,
+        loss_fn: LossFunction | None,
+        *,
+        temperature: float | str,
+        budget: int | None,
+        balance: bool,
+        call: str,
+    ) -> GlobalBatch:
+        """Agree with all ranks on the rows of a global batch."""
+
+    @abstractmethod
+    def _train_rows(
+        self, model: nn.Module, forward: Forward, batch: GlobalBatch, loss_fn: LossFunction, metrics: MetricAccumulator
+    ) -> None:
+        """Forward and backward pass of each row."""
+
+    @abstractmethod
+    def _infer_rows(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        batch: GlobalBatch,
+        loss_fn: LossFunction | None,
+        metrics: MetricAccumulator,
+    ) -> dict[str, Tensor]:
+        """Forward pass of each row; per-token results in the order of the experience that was passed."""
+
+    @abstractmethod
+    def _gather_results(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """All-gather what each rank found over the world, from each part of the batch once."""
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -203,57 +223,24 @@ class Engine(ABC):
         self.to("device", model=model)
         experience = experience.to("cpu")  # rows are cut on the host; Lightning may have moved the batch
         call = f"forward_only={forward_only}, calculate_entropy={calculate_entropy}"
-        batch = self._plan(model, experience, loss_fn, temperature, max_tokens_per_micro_batch, balance, call)
+        batch = self._plan(
+            model,
+            experience,
+            loss_fn,
+            temperature=temperature,
+            budget=max_tokens_per_micro_batch,
+            balance=balance,
+            call=call,
+        )
         metrics = MetricAccumulator(batch.denominators)
         columns: dict[str, Tensor] = {}
         forward = partial(model, calculate_entropy=calculate_entropy, temperature=temperature)
         if forward_only:
-            columns = self._infer_rows(forward, batch, loss_fn, metrics)
+            columns = self._infer_rows(model, forward, batch, loss_fn, metrics)
         else:
             self._train_rows(model, forward, batch, cast(LossFunction, loss_fn), metrics)
-        found = metrics.finish(self.all_gather_objects)
+        found = metrics.finish(self._gather_results)
         return BatchOutput(found.get("loss"), found, columns, batch.denominators.tokens)
-
-    def _train_rows(
-        self, model: nn.Module, forward: _Forward, batch: GlobalBatch, loss_fn: LossFunction, metrics: MetricAccumulator
-    ) -> None:
-        """Forward and backward pass of each row."""
-        scaling = nullcontext() if self.loss_scale is None else self.loss_scale.applied(model.parameters())
-        factor = self._gradient_scale(model) * (1.0 if self.loss_scale is None else self.loss_scale.value)
-        with scaling:
-            for index, row in enumerate(batch.rows):
-                micro_batch = self._pack(batch.experience, row)
-                with self._gradient_sync(model, last=index == len(batch.rows) - 1):
-                    outputs = forward(micro_batch)
-                    result = loss_fn(outputs, micro_batch)
-                    metrics.add(result)
-                    scale = factor / batch.denominators[result.denominator]
-                    (connected(result.total, outputs) * scale).backward()
-
-    @torch.no_grad()
-    def _infer_rows(
-        self, forward: _Forward, batch: GlobalBatch, loss_fn: LossFunction | None, metrics: MetricAccumulator
-    ) -> dict[str, Tensor]:
-        """Forward pass of each row; per-token results in the order of the experience that was passed."""
-        columns: dict[str, Tensor] = {}
-        for row in batch.rows:
-            micro_batch = self._pack(batch.experience, row)
-            outputs = forward(micro_batch)
-            if loss_fn is not None:
-                metrics.add(loss_fn(outputs, micro_batch))
-            collect(columns, outputs, micro_batch, batch.experience.num_tokens)
-        for column in columns.values():
-            self._sum_over_sequence(column)
-        if batch.journey is None or not columns:
-            return columns
-        return return_columns(
-            columns,
-            origin=batch.journey.origin,
-            received_lengths=batch.experience.lengths,
-            destinations=batch.journey.destinations,
-            lengths=batch.journey.lengths,
-            group=self.data_parallel_group,
-        )
 
     def train_batch(
         self,
@@ -355,46 +342,3 @@ class Engine(ABC):
         """Put the model into evaluation mode without gradients, on the device; undone at exit as in training mode."""
         with self._on_device(model, None), module_mode(model, training=False), torch.no_grad():
             yield
-
-    def _plan(
-        self,
-        model: nn.Module,
-        experience: Experience,
-        loss_fn: LossFunction | None,
-        temperature: float | str,
-        budget: int | None,
-        balance: bool,
-        call: str,
-    ) -> GlobalBatch:
-        description = describe(
-            experience,
-            data_rank=self.data_parallel_rank,
-            vocab_size=cast(TokenModel, model).config.get_text_config().vocab_size,
-            temperature=temperature,
-            required_columns=getattr(loss_fn, "required_columns", ()),
-            settings=f"max_tokens_per_micro_batch={budget}, temperature={temperature!r}, balance={balance}, {call}",
-            checked_columns=getattr(loss_fn, "checked_columns", ()),
-        )
-        return plan_batch(
-            experience,
-            description,
-            self.all_gather_objects,
-            data_group=self.data_parallel_group,
-            data_size=self.data_parallel_size,
-            budget=budget,
-            multiple_of=self.sequence_parallel_size,
-            move=balance and self.data_parallel_size > 1,
-            cost=cast(TokenModel, model).document_cost,
-            groups_share_rows=getattr(loss_fn, "groups_share_rows", False),
-            check=getattr(loss_fn, "check_documents", None),
-        )
-
-    def _pack(self, experience: Experience, row: tuple[int, ...]) -> MicroBatch:
-        return pack_row(
-            experience,
-            row,
-            sequence_size=self.sequence_parallel_size,
-            sequence_rank=self.sequence_parallel_rank,
-            group=self.sequence_parallel_group,
-            device=self.compute_device,
-        )

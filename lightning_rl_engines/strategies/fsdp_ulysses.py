@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -10,36 +10,29 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import set_timeout
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_rl_engines._compat import IS_INTERACTIVE, restore_frozen_parameters
+from lightning_rl_engines._compat import restore_frozen_parameters
 from lightning_rl_engines.export.stream import stream_full_gradients
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
 from lightning_rl_engines.models.huggingface import HFTokenModel
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.models.weights import stream_weights
-from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.sequence.attention import select_kernel
-from lightning_rl_engines.strategies.checkpoints import ShardedCheckpoints
+from lightning_rl_engines.strategies.base import EngineStrategy
 from lightning_rl_engines.strategies.engine import WeightsMode
-from lightning_rl_engines.strategies.launcher import ForkLauncher, HereLauncher, ScriptLauncher, follow_launcher
 from lightning_rl_engines.strategies.loading import load_on_rank_zero
-from lightning_rl_engines.strategies.loss_scale import LossScale
-from lightning_rl_engines.strategies.offload import Offloader
-from lightning_rl_engines.strategies.precision import EnginePrecision
-from lightning_rl_engines.strategies.ranks import MeshRanks
+from lightning_rl_engines.strategies.precision import SUPPORTED_PRECISIONS
 from lightning_rl_engines.strategies.sharding import FSDPLayout, fsdp_layout, shard
 from lightning_rl_engines.strategies.validation import require_divisor, require_engine_models, require_size
 
 
-class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
+class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  # EngineStrategy narrows
     """FSDP1 around each token model, Ulysses across the ranks that share a row.
 
     Ranks form a mesh of data ranks times ``ulysses_sp_size``; neighbouring ranks share a row. Parameters are sharded
@@ -70,6 +63,7 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
     """
 
     strategy_name = "fsdp_ulysses"
+    precisions = SUPPORTED_PRECISIONS
     # Lightning refuses on CPU every name in its own list, which subclasses would share.
     _registered_strategies: list[str] = []  # noqa: RUF012
 
@@ -105,12 +99,13 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
         )
         self.ulysses_sp_size = ulysses_sp_size
         self.fsdp_size = fsdp_size
-        self.offload_param = offload_param
-        self.offload_optimizer = offload_optimizer
         self.defer_gradient_sync = defer_gradient_sync
-        self.async_checkpoint = async_checkpoint
-        self.checkpoint_timeout = timedelta(seconds=timeout_seconds)
-        self._offloader = Offloader()
+        self._set_options(
+            offload_param=offload_param,
+            offload_optimizer=offload_optimizer,
+            async_checkpoint=async_checkpoint,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
         self._layout: FSDPLayout | None = None
 
     # ---- Lightning: processes, precision, data ----
@@ -130,51 +125,6 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
                 offload_optimizer=True,
             )
 
-    @property
-    @override
-    def precision_plugin(self) -> EnginePrecision:
-        plugin = self._precision_plugin
-        return plugin if isinstance(plugin, EnginePrecision) else self._engine_precision("32-true")
-
-    @precision_plugin.setter
-    @override
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None and not isinstance(precision_plugin, EnginePrecision):
-            if type(precision_plugin) not in (FSDPPrecision, Precision):
-                raise TypeError(
-                    f"precision_plugin={precision_plugin!r} does not fit this strategy; set Trainer(precision=...)."
-                )
-            precision_plugin = self._engine_precision(str(precision_plugin.precision))
-        self._precision_plugin = precision_plugin
-
-    def _engine_precision(self, precision: str) -> EnginePrecision:
-        return EnginePrecision(precision, self._reduce_dtype, self._clip_parameters)
-
-    @override
-    def _configure_launcher(self) -> None:
-        environment = self.cluster_environment
-        assert environment is not None
-        follow_launcher()
-        # With one process there is nothing to start, so a notebook can use the strategy as it is.
-        if environment.creates_processes_externally or self.num_processes * self.num_nodes == 1:
-            self._launcher = HereLauncher()
-        elif IS_INTERACTIVE:
-            self._launcher = ForkLauncher(self)
-        else:
-            self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
-
-    @override
-    def _get_process_group_backend(self) -> str:
-        # Host objects and host tensors travel without a detour over the device.
-        if self.root_device.type == "cuda":
-            chosen = self._process_group_backend or "cpu:gloo,cuda:nccl"
-            if "gloo" not in chosen:
-                raise ValueError(
-                    f"process_group_backend={chosen!r} cannot send host tensors; use 'cpu:gloo,cuda:nccl', the default."
-                )
-            return chosen
-        return super()._get_process_group_backend()
-
     @override
     def setup_environment(self) -> None:
         self._check_layout()
@@ -188,9 +138,7 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
         self._layout = fsdp_layout(
             self.root_device, self.world_size, self.fsdp_size, mixed_precision, self.precision_plugin.compute_dtype
         )
-        for mesh in (self._mesh, self._layout.mesh):
-            for group in mesh.get_all_groups() if mesh is not None else ():
-                set_timeout(cast(timedelta, self._timeout), group)  # meshes make their groups with torch's default
+        self._set_timeouts([self._mesh, self._layout.mesh])
 
     def _check_layout(self) -> None:
         world = self.num_processes * self.num_nodes
@@ -201,22 +149,7 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
                 f"defer_gradient_sync=True under precision={self.precision_plugin.precision!r} would accumulate "
                 "gradients in half precision; use precision='32-true' or defer_gradient_sync=False."
             )
-        if self._reduce_dtype != torch.float32 and self.precision_plugin.precision == "32-true":
-            name = str(self._reduce_dtype).removeprefix("torch.")
-            raise ValueError(
-                f"reduce_dtype={name!r} has no effect under precision='32-true'; leave it out, or use 'bf16-mixed'."
-            )
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        self._restore_random_state()
-        # Rows are cut on the host, and each goes to the device on its own.
-        return batch if isinstance(batch, Experience) else super().batch_to_device(batch, device, dataloader_idx)
+        self._check_reduce_dtype()
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -224,26 +157,6 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
         # backward passes inside training_step and several models in one module work.
         require_engine_models(model)
         return model.to(self.root_device) if self.root_device.type != "cpu" else model
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if reduce_op == "sum" and group is None:  # from self.log; Lightning's votes pass ReduceOp.SUM
-            # Sequence peers log the same value, which counts once.
-            return tensor if self.data_parallel_size == 1 else super().reduce(tensor, self.data_parallel_group, "sum")
-        return super().reduce(tensor, group, reduce_op)
-
-    @override
-    def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
-
-    @override
-    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
-
-    @property
-    @override
-    def compute_device(self) -> torch.device:
-        return self.root_device
 
     # ---- engine: models ----
 
@@ -255,13 +168,7 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
             ValueError: On all ranks: weights that do not fit, head counts that ``ulysses_sp_size`` cannot split, a
                 storage type that contradicts the Trainer's precision.
         """
-        storage = self.precision_plugin.storage_dtype
-        dtype = storage if config.dtype is None else torch_dtype(config.dtype)
-        if trainable and dtype != storage and not config.has_adapter:
-            raise ValueError(
-                f"ModelConfig(dtype={config.dtype!r}) contradicts precision={self.precision_plugin.precision!r}, which "
-                f"trains {str(storage).removeprefix('torch.')} weights; leave dtype=None, or train an adapter (lora)."
-            )
+        dtype = self._storage_dtype(config, trainable=trainable)
         plugin = self.precision_plugin
         requested = "auto" if config.attn_implementation == "auto" else f"packed_{config.attn_implementation}"
         hf, adapter = load_on_rank_zero(
@@ -294,41 +201,7 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
         plan = token_model.export_plan if token_model.adapter is None else token_model.adapter.plan
         return stream_full_gradients(model, plan, prefix="hf.")
 
-    # ---- engine: memory ----
-
-    @override
-    def to(
-        self,
-        device: torch.device | str,
-        *,
-        model: nn.Module | None = None,
-        optimizer: Optimizer | None = None,
-        grad: nn.Module | None = None,
-    ) -> None:
-        kind = str(device).partition(":")[0]
-        if kind == "cpu":
-            self._offloader.offload(model=model, optimizer=optimizer, grad=grad)
-        elif kind in ("device", self.root_device.type):
-            self._offloader.load(model=model, optimizer=optimizer, grad=grad)
-        else:
-            raise ValueError(f"device={str(device)!r} is unknown here; use 'cpu' or 'device'.")
-
-    @contextmanager
-    def _on_device(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
-        self._offloader.load(model=model, optimizer=optimizer)
-        try:
-            yield
-        finally:
-            self._offloader.offload(
-                model=model if self.offload_param else None, optimizer=optimizer if self.offload_optimizer else None
-            )
-
     # ---- engine: gradients ----
-
-    @property
-    @override
-    def loss_scale(self) -> LossScale | None:
-        return self.precision_plugin.loss_scale
 
     @override
     def _gradient_scale(self, model: nn.Module) -> float:
@@ -345,15 +218,8 @@ class FSDPUlyssesStrategy(MeshRanks, ShardedCheckpoints, FSDPStrategy):
             restore_frozen_parameters(model)
 
     @override
-    def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
-        return self._clip_parameters(model.parameters(), math.inf if max_norm is None else max_norm)
-
     def _clip_parameters(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Scale gradients of parameters of our models to a global 2-norm of at most ``max_norm``; return the norm.
-
-        The squares are summed over the world and divided by the number of replicas, so that every rank holds the same
-        number to the last bit.
-        """
+        # The squares are summed over the world and divided by the number of replicas.
         chosen = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [cast(Tensor, parameter.grad) for parameter in chosen]
         squares = torch.zeros((), dtype=torch.float64, device=self.root_device)

@@ -211,6 +211,7 @@ def plan_batch(
     data_size: int,
     budget: int | None,
     multiple_of: int,
+    rows_multiple_of: int = 1,
     move: bool,
     cost: tuple[float, float],
     groups_share_rows: bool = False,
@@ -228,6 +229,7 @@ def plan_batch(
         data_size: The number of data ranks.
         budget: The most tokens of a row, counted over the whole sequence group; ``None`` for one row per rank.
         multiple_of: Rows are padded to a multiple of this.
+        rows_multiple_of: The number of rows of each data rank is a multiple of this.
         move: Let documents change their data rank to balance the load.
         cost: Linear and quadratic cost of a document in its length.
         groups_share_rows: Keep the documents of equal ``group_ids`` in one row.
@@ -248,6 +250,7 @@ def plan_batch(
             [item.lengths for item in ordered],
             budget=budget,
             multiple_of=multiple_of,
+            rows_multiple_of=rows_multiple_of,
             move=move,
             units=[item.group_ids or () for item in ordered] if groups_share_rows else None,
             linear_cost=cost[0],

@@ -21,6 +21,10 @@ and always ``response_lengths``.
 """
 
 
+Forward: TypeAlias = Callable[[MicroBatch], TokenOutputs]
+"""Runs a model on one row, with the options of the call bound."""
+
+
 @dataclass(frozen=True)
 class BatchOutput:
     """Result of one pass over a batch.

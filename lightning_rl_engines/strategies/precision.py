@@ -29,6 +29,7 @@ class EnginePrecision(FSDPPrecision):
             gradients, optimizer state and compute in bf16; gradients are reduced in ``reduce_dtype``.
         reduce_dtype: Type that gradients are reduced in.
         clip: Scales the gradients of these parameters to this global norm; the strategy knows how they are sharded.
+        supported: Precisions that the engine offers.
 
     Raises:
         MisconfigurationException: Another precision.
@@ -39,10 +40,12 @@ class EnginePrecision(FSDPPrecision):
         precision: str,
         reduce_dtype: torch.dtype = torch.float32,
         clip: Callable[[Iterable[Tensor], float], Tensor] | None = None,
+        *,
+        supported: tuple[str, ...] = SUPPORTED_PRECISIONS,
     ) -> None:
-        if precision not in SUPPORTED_PRECISIONS:
+        if precision not in supported:
             raise MisconfigurationException(
-                f"Trainer(precision={precision!r}) is not supported here; use one of {SUPPORTED_PRECISIONS}."
+                f"Trainer(precision={precision!r}) is not supported here; use one of {supported}."
             )
         # torch's ShardedGradScaler knows CUDA only, and asks per rank what the global norm says for all.
         super().__init__("32-true" if precision == "16-mixed" else precision)  # type: ignore[arg-type]

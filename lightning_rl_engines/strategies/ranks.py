@@ -8,10 +8,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_rl_engines.strategies.engine import Engine, GroupName
+from lightning_rl_engines.strategies.engine import GroupName
+from lightning_rl_engines.strategies.rows import RowPasses
 
 
-class MeshRanks(Engine):
+class MeshRanks(RowPasses):
     """The part of an engine that a mesh with the axes ``dp`` and ``sp`` answers; set ``_mesh`` at set-up."""
 
     _mesh: DeviceMesh | None = None
