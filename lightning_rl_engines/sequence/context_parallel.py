@@ -37,16 +37,14 @@ def row_multiple(balancer: str | None, size: int) -> int:
     return 2 * size if balancer == "headtail" else size
 
 
-def row_order(
-    balancer: str | None, cu_seqlens: Sequence[int], size: int, *, block_size: int = BLOCK_SIZE
-) -> Tensor:
+def row_order(balancer: str | None, cu_seqlens: Sequence[int], size: int, *, block_size: int = BLOCK_SIZE) -> Tensor:
     """The order in which a packed row is dealt out to ranks.
 
     ``functools.partial(row_order, balancer)`` is what ``pack_row(order=)`` takes.
 
     - ``None``: the row's own order.
-    - ``"headtail"``: of 2 * ``size`` chunks of the row, a rank gets one of the first half and its mirror image. Balanced
-      for one document as long as the row.
+    - ``"headtail"``: of 2 * ``size`` chunks of the row, a rank gets one of the first half and its mirror image.
+      Balanced for one document as long as the row.
     - ``"ptrr"``: blocks of tokens, sorted by what attention costs them, are dealt out to and fro. Balanced for any
       documents.
 
@@ -121,7 +119,7 @@ def _round_robin(costs: Tensor, size: int, block_size: int) -> Tensor:
     dealt[1::2] = dealt[1::2].flip(1)
     # Within a rank blocks keep the row's order, in which attention's masks are sparse.
     dealt = dealt.T.sort(1).values
-    parts = positions[:whole].view(-1, block)[dealt].view(size, -1)
+    parts = positions[:whole].view(-1, block)[dealt].flatten(1)
     totals = block_costs[dealt].sum(1)
     rest_costs = costs[whole:].view(size, rest).sum(1)
     takers = torch.empty(size, dtype=torch.int64)

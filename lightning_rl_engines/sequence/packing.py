@@ -223,7 +223,7 @@ def pack_row(
     responses = _take({"response_mask": experience.response_mask_host}, tokens)["response_mask"]
 
     def move(tensor: Tensor) -> Tensor:
-        return _move(tensor, device)
+        return to_device(tensor, device)
 
     def columns(named: Mapping[str, Tensor], indices: Tensor) -> Mapping[str, Tensor]:
         taken = _take(named, indices)
@@ -263,7 +263,7 @@ def _permutation(order: RowOrder, cu_seqlens: tuple[int, ...], sequence_size: in
     if permutation.dtype != torch.int64 or not torch.equal(permutation.sort().values, torch.arange(total)):
         raise ValueError(
             f"order made {permutation.dtype} {tuple(permutation.shape)}, which is no permutation of the row's {total} "
-            f"positions; return int64 numbers 0 to {total - 1} on the CPU, each once, for instance torch.arange({total})"
+            f"positions; return int64 numbers 0 to {total - 1} on the CPU, for instance torch.arange({total})"
         )
     return permutation
 
@@ -306,7 +306,8 @@ def _row_length(tokens: int, sequence_size: int, pad_to: int | None, multiple_of
     return pad_to
 
 
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Bring a tensor to a device; from the CPU to CUDA without waiting for the device."""
     # A copy from pageable memory waits for the device, one from pinned memory does not.
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
@@ -322,6 +323,6 @@ def _take(columns: Mapping[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
         if not len(column):
             taken[name] = column.new_zeros(len(indices))
             continue
-        value = column.index_select(0, _move(indices.clamp(min=0), column.device))
-        taken[name] = value.masked_fill(_move(absent, column.device), 0) if any_absent else value
+        value = column.index_select(0, to_device(indices.clamp(min=0), column.device))
+        taken[name] = value.masked_fill(to_device(absent, column.device), 0) if any_absent else value
     return taken
