@@ -31,7 +31,8 @@ class WeightExport(Callback):
     is for further receivers. The base model's tokenizer and generation configuration go along.
 
     Args:
-        sink: Receives the weights, on rank 0; :class:`~lightning_rl_engines.HFFolderSink` writes a folder.
+        sink: Receives the weights; :class:`~lightning_rl_engines.HFFolderSink` writes a folder, with all ranks that see
+            it. Other sinks work on rank 0.
         every_n_updates: Updates from one export to the next.
         weights: ``"full"``, or under LoRA ``"merged"`` (base plus adapter) or ``"adapter"`` (a PEFT folder).
         dtype: Type to cast floating-point tensors to; ``None`` keeps the storage type, so fp32 masters are exported

@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 import sys
+import uuid
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from torch import Tensor
 from typing_extensions import override
@@ -19,16 +21,33 @@ from lightning_rl_engines.export.sinks import ExportContext, WeightSink
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Writers = Literal["all", "rank0"]
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _METADATA = {"format": "pt"}
+
+
+@dataclass(eq=False)
+class _Shard:
+    """One file: what is in it, and its tensors on the rank that writes it."""
+
+    writer: int
+    names: list[str] = field(default_factory=list)
+    size: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    number: int = 0
 
 
 class HFFolderSink(WeightSink):
     """Writes a folder that ``from_pretrained`` and inference servers load.
 
     ``model.safetensors``, or numbered shards with their index; ``config.json`` with the exported type, the generation
-    configuration and the tokenizer where the context has them. Memory: at most one shard and one tensor. An adapter
-    becomes a PEFT folder: one file, with ``adapter_config.json`` in the place of the model's configurations.
+    configuration and the tokenizer where the context has them. An adapter becomes a PEFT folder: one file, with
+    ``adapter_config.json`` in the place of the model's configurations.
+
+    Shards are whole files, given to the ranks in turn. Which tensor is in which file follows from the stream, which is
+    the same on all ranks, so the folder does not depend on their number. A rank copies only the tensors of its own
+    files to the host. Ranks write at the same time, when each of them has a file. Memory on the host of each rank: at
+    most one file, and one tensor that is larger than a file may be.
 
     The folder is written beside its destination and renamed when complete. An earlier export there is replaced then;
     if the process dies before, it is left as it was.
@@ -38,26 +57,35 @@ class HFFolderSink(WeightSink):
             ``runs/export-{update}``; without them each export replaces the last.
         max_shard_size: Largest file: bytes, or a number with ``KB``, ``MB``, ``GB`` or ``TB`` (powers of ten). A
             larger tensor gets a file of its own.
+        writers: ``"all"``: every rank that sees the folder which rank 0 makes; these are all ranks where they share a
+            file system, and else those of rank 0's machine. ``"rank0"``: rank 0 alone.
 
     Raises:
-        ValueError: ``path`` has another placeholder, or ``max_shard_size`` is no size.
+        ValueError: ``path`` has another placeholder, ``max_shard_size`` is no size, or ``writers`` is unknown.
     """
 
-    def __init__(self, *, path: str, max_shard_size: int | str = "5GB") -> None:
+    def __init__(self, *, path: str, max_shard_size: int | str = "5GB", writers: Writers = "all") -> None:
         self.path = str(path)
         self.max_shard_size = max_shard_size
+        self.writers: Writers = writers
         _parse_size(max_shard_size)
         _expand(self.path, ExportContext())
+        if writers not in get_args(Writers):
+            raise ValueError(f"writers={writers!r} is unknown; use one of {list(get_args(Writers))}.")
         self._location: str | None = None
         self._target = self._partial = Path()
         self._plan: ExportPlan | None = None
         self._context = ExportContext()
+        self._limit = 0
+        self._index: int | None = 0  # None where this rank writes nothing, and removes nothing
+        self._count = 1
         self._reset()
 
     def _reset(self) -> None:
-        self._shard: dict[str, Tensor] = {}
-        self._shard_bytes = 0
-        self._files: list[list[str]] = []
+        self._filling: _Shard | None = None
+        self._complete: list[_Shard] = []
+        self._waiting: list[_Shard] = []
+        self._begun = 0
         self._bytes_by_dtype: Counter[str] = Counter()
         self._total_bytes = self._total_elements = 0
 
@@ -68,7 +96,7 @@ class HFFolderSink(WeightSink):
 
     @override
     def open(self, plan: ExportPlan | None, context: ExportContext) -> None:
-        self._plan, self._context = plan, context
+        self._plan = plan
         self._target = Path(os.path.abspath(_expand(self.path, context)))
         self._partial = self._target.with_name(f".{self._target.name}.partial")
         self._target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,13 +108,38 @@ class HFFolderSink(WeightSink):
         for leftover in (self._partial, previous):
             shutil.rmtree(leftover, ignore_errors=True)
         self._partial.mkdir()
+        self._begin_export(context)
+        self.share(0, 1)
+
+    def _begin_export(self, context: ExportContext) -> None:
+        self._context = context
         # peft reads one file.
         self._limit = sys.maxsize if context.adapter_config is not None else _parse_size(self.max_shard_size)
         self._reset()
 
     @override
+    def invite(self) -> tuple[str, str] | None:
+        if self.writers == "rank0":
+            return None
+        # A name that no other export and no other machine has, so that a rank that finds it sees this very folder.
+        token = self._partial / f"{uuid.uuid4().hex}.token"
+        token.touch()
+        return str(self._partial), token.name
+
+    @override
+    def join(self, invitation: tuple[str, str], context: ExportContext) -> bool:
+        partial, token = invitation
+        self._partial = Path(partial)
+        self._begin_export(context)
+        self._index = None
+        return (self._partial / token).exists()
+
+    @override
+    def share(self, index: int, count: int) -> None:
+        self._index, self._count = index, count
+
+    @override
     def write(self, name: str, tensor: Tensor) -> None:
-        tensor = tensor.detach().cpu().contiguous()
         size = tensor.nbytes
         self._total_bytes += size
         self._total_elements += tensor.numel()
@@ -94,16 +147,29 @@ class HFFolderSink(WeightSink):
             self._bytes_by_dtype[str(tensor.dtype).removeprefix("torch.")] += size
         # The rule of Hugging Face: too large a tensor goes alone, and the shard that is being filled stays open.
         if size > self._limit:
-            self._save({name: tensor})
+            alone = self._begin_shard()
+            self._put(alone, name, tensor)
+            self._end_shard(alone)
             return
-        if self._shard_bytes + size > self._limit:
-            self._flush()
-        self._shard[name] = tensor
-        self._shard_bytes += size
+        if self._filling is not None and self._filling.size + size > self._limit:
+            self._end_shard(self._filling)
+            self._filling = None
+        if self._filling is None:
+            self._filling = self._begin_shard()
+        self._put(self._filling, name, tensor)
+
+    @override
+    def finish(self) -> None:
+        if self._filling is not None:
+            self._end_shard(self._filling)
+            self._filling = None
+        self._save_waiting()
 
     @override
     def close(self) -> None:
-        self._flush()
+        self.finish()
+        for token in self._partial.glob("*.token"):
+            token.unlink()
         self._finish_model()
         if self._context.tokenizer is not None:
             self._context.tokenizer.save_pretrained(str(self._partial))
@@ -116,25 +182,44 @@ class HFFolderSink(WeightSink):
     @override
     def abort(self, error: BaseException) -> None:
         self._reset()
-        if self._partial.name:
+        if self._partial.name and self._index == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
 
-    def _flush(self) -> None:
-        if self._shard:
-            self._save(self._shard)
-            self._shard, self._shard_bytes = {}, 0
+    def _begin_shard(self) -> _Shard:
+        # All ranks come here at the same tensor, so those that have a complete file write at the same time. Saving a
+        # file as soon as it is complete would have the others wait for it in the next gather.
+        if self._begun % self._count == 0:
+            self._save_waiting()
+        self._begun += 1
+        return _Shard(writer=(self._begun - 1) % self._count)
 
-    def _save(self, tensors: dict[str, Tensor]) -> None:
+    def _put(self, shard: _Shard, name: str, tensor: Tensor) -> None:
+        shard.names.append(name)
+        shard.size += tensor.nbytes
+        if shard.writer == self._index:
+            shard.tensors[name] = tensor.detach().cpu().contiguous()
+
+    def _end_shard(self, shard: _Shard) -> None:
+        self._complete.append(shard)
+        shard.number = len(self._complete)
+        if shard.writer == self._index:
+            self._waiting.append(shard)
+
+    def _save_waiting(self) -> None:
         from safetensors.torch import save_file
 
-        # How many files there will be is known at the end only; they get their final names then.
-        self._files.append(list(tensors))
-        save_file(tensors, self._partial / f"{len(self._files)}.part", metadata=_METADATA)
+        while self._waiting:
+            shard = self._waiting.pop(0)
+            # How many files there will be is known at the end only; they get their final names then.
+            path = self._partial / f"{shard.number}.part"
+            save_file(shard.tensors, path, metadata=_METADATA)
+            shard.tensors = {}
+            _sync(path)  # on this machine: another one's sync does not flush what this one holds
 
     def _finish_model(self) -> None:
-        if not self._files:
+        if not self._complete:
             raise RuntimeError(f"The export to {self._target} holds no tensor.")
-        count = len(self._files)
+        count = len(self._complete)
         names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         names = ["model.safetensors"] if count == 1 else names
         if self._context.adapter_config is not None:
@@ -148,7 +233,9 @@ class HFFolderSink(WeightSink):
                     "total_parameters": self._total_elements if known is None else known,
                     "total_size": self._total_bytes,
                 },
-                "weight_map": {key: name for name, keys in zip(names, self._files, strict=True) for key in keys},
+                "weight_map": {
+                    key: name for name, shard in zip(names, self._complete, strict=True) for key in shard.names
+                },
             }
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self._partial / "model.safetensors.index.json").write_text(text, encoding="utf-8")

@@ -4,7 +4,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,14 @@ class ExportContext:
 
 
 class WeightSink(ABC):
-    """Receives the tensors of one export after another; every method runs on rank 0 only.
+    """Receives the tensors of one export after another.
 
     The order of calls is ``open``, ``write`` for each tensor, then ``close``, or ``abort`` after an error in any of
-    them or in the stream. A sink may be opened again after either. :func:`drain` makes these calls.
+    them or in the stream. A sink may be opened again after either. :func:`drain` makes these calls, on rank 0 only.
+
+    A sink that ranks write together invites the others: after ``open`` on rank 0 they ``join``, those that did learn
+    their ``share``, each is given every tensor, and ``finish`` ends the part of each before rank 0 calls ``close``.
+    Each rank has an instance of its own then, built with the same arguments.
     """
 
     @property
@@ -52,7 +56,7 @@ class WeightSink(ABC):
 
     @abstractmethod
     def open(self, plan: ExportPlan | None, context: ExportContext) -> None:
-        """Begin an export.
+        """Begin an export; rank 0 only.
 
         Args:
             plan: What will come, in any order; ``None`` where only the stream knows.
@@ -65,10 +69,34 @@ class WeightSink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the export; what was there before is replaced here and not earlier."""
+        """Finish the export; what was there before is replaced here and not earlier. Rank 0 only."""
 
     def abort(self, error: BaseException) -> None:  # noqa: B027 - nothing to undo is a valid answer
         """Give up the export and leave what was there before, as far as the sink can."""
+
+    def invite(self) -> Any:
+        """Return what other ranks need to write along, as plain data; ``None`` to write alone. Rank 0 only."""
+        return None
+
+    def join(self, invitation: Any, context: ExportContext) -> bool:
+        """Say whether this rank can write along; every rank but rank 0.
+
+        Args:
+            invitation: What rank 0's ``invite`` returned.
+            context: What belongs to the export beside its tensors.
+        """
+        return False
+
+    def share(self, index: int, count: int) -> None:  # noqa: B027 - a sink that writes alone has nothing to share
+        """Learn this rank's place among those that write; rank 0 is the first.
+
+        Args:
+            index: Place of this rank, from 0.
+            count: Number of ranks that write.
+        """
+
+    def finish(self) -> None:  # noqa: B027 - a sink that writes alone does this in close
+        """Write what is left of this rank's part; every rank that writes, before rank 0 calls ``close``."""
 
 
 class Communicator(Protocol):
@@ -78,8 +106,8 @@ class Communicator(Protocol):
     def global_rank(self) -> int:
         """Rank of this process."""
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s object on every rank."""
+    def all_gather_objects(self, item: Any) -> list[Any]:
+        """Return the host objects of all ranks, in rank order."""
 
 
 def drain(
@@ -90,15 +118,15 @@ def drain(
     plan: ExportPlan | None = None,
     context: ExportContext | None = None,
 ) -> str | None:
-    """Walk a stream of weights to its end and write it into a sink on rank 0.
+    """Walk a stream of weights to its end and write it into a sink, on rank 0 or on all ranks that the sink invites.
 
-    Collective over the world. After an error of the sink rank 0 walks on without writing, so no rank is left waiting
-    inside a gather, and the error is then raised on all ranks.
+    Collective over the world. After an error of a sink its rank walks on without writing, so no rank is left waiting
+    inside a gather, and the error is then raised on all ranks; one in ``open`` before the first tensor.
 
     Args:
-        stream: Pairs of name and full tensor; producing them may be collective.
-        sink: Where they go; only rank 0's is used, the others may pass ``None``.
-        strategy: Rank and broadcast.
+        stream: Pairs of name and full tensor, the same on all ranks; producing them may be collective.
+        sink: Where they go; only rank 0 must have one.
+        strategy: Rank and gathering.
         plan: What the stream holds, handed to the sink.
         context: What belongs to the export beside its tensors.
 
@@ -106,45 +134,68 @@ def drain(
         The sink's location, on every rank.
 
     Raises:
-        Exception: The sink's error, the same on every rank (a ``RuntimeError`` quoting it where it cannot be pickled),
-            or the stream's.
+        Exception: The sink's error, the lowest failing rank's on those that have none (a ``RuntimeError`` quoting it
+            where it cannot be pickled), or the stream's.
     """
-    writer = _Writer(sink if strategy.global_rank == 0 else None)
-    if strategy.global_rank == 0 and sink is None:
+    context = context or ExportContext()
+    first = strategy.global_rank == 0
+    writer = _Writer(sink, strategy)
+    if first and sink is None:
         writer.error = ValueError("sink=None on rank 0; pass a WeightSink such as HFFolderSink(path='export').")
-    writer.call("open", plan, context or ExportContext())
+    invitation = None
+    if first:
+        writer.call("open", plan, context)
+        invitation = writer.call("invite")
+    writes = first
+    if (invitation := writer.agree(invitation)[0]) is not None:
+        writes = first or bool(writer.call("join", invitation, context))
+        joined = [rank for rank, item in enumerate(writer.agree(writes)) if item]
+        if writes:
+            writer.call("share", joined.index(strategy.global_rank), len(joined))
     try:
         for name, tensor in stream:
-            writer.call("write", name, tensor)
+            if writes:
+                writer.call("write", name, tensor)
             del tensor  # or it would live on while the next one is made
     except BaseException as error:
         writer.fail(error)
         raise
-    writer.call("close")
-    location = sink.location if sink is not None and writer.error is None else None
-    failure, location = strategy.broadcast((_portable(writer.error), location), src=0)
-    if writer.error is not None:
-        raise writer.error
-    if failure is not None:
-        raise failure
-    return location
+    if writes:
+        writer.call("finish")
+    writer.agree()
+    if first:
+        writer.call("close")
+    location = sink.location if first and sink is not None and writer.error is None else None
+    return cast(str | None, writer.agree(location)[0])
 
 
 class _Writer:
-    """Calls a sink until its first error, which is kept, and never after."""
+    """Calls a rank's sink until its first error, which is kept, and never after."""
 
-    def __init__(self, sink: WeightSink | None) -> None:
+    def __init__(self, sink: WeightSink | None, strategy: Communicator) -> None:
         self._sink = sink
+        self._strategy = strategy
         self.error: Exception | None = None
 
-    def call(self, method: str, *args: Any) -> None:
+    def call(self, method: str, *args: Any) -> Any:
         if self._sink is None or self.error is not None:
-            return
+            return None
         try:
-            getattr(self._sink, method)(*args)
+            return getattr(self._sink, method)(*args)
         except Exception as error:
             self.error = error
-            self.fail(error)
+        return None
+
+    def agree(self, item: Any = None) -> list[Any]:
+        """Return every rank's ``item``, or abort and raise on all ranks if one of them has failed."""
+        answers = self._strategy.all_gather_objects((_portable(self.error, self._strategy.global_rank), item))
+        failed = next((error for error, _ in answers if error is not None), None)
+        if failed is None:
+            return [item for _, item in answers]
+        # Only now: no rank writes any more, so what they wrote can be removed.
+        failure = self.error or failed
+        self.fail(failure)
+        raise failure
 
     def fail(self, error: BaseException) -> None:
         if self._sink is None:
@@ -156,14 +207,14 @@ class _Writer:
             error.add_note(f"{type(sink).__name__}.abort failed as well: {second!r}")
 
 
-def _portable(error: Exception | None) -> Exception | None:
+def _portable(error: Exception | None, rank: int) -> Exception | None:
     # Exceptions with constructors of their own may pickle and then fail to load on the other ranks.
     if error is None:
         return None
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+        return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
     return error
 
 

@@ -1,6 +1,7 @@
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from jsonargparse import ArgumentParser
 from lightning import Callback, LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -135,6 +136,22 @@ def test_the_folder_loads_and_its_path_is_known_on_all_ranks(tmp_path: Path) -> 
     assert all(torch.equal(ours[name], expected[name]) for name in ours)
     assert AutoModelForCausalLM.from_pretrained(place, dtype="auto").dtype == torch.bfloat16
     assert GenerationConfig.from_pretrained(place).eos_token_id == [2, 5]
+
+
+def export_in_shards(source: str, target: str) -> int:
+    with patch("safetensors.torch.save_file", wraps=save_file) as save:
+        fit(source, 2, WeightExport(sink=HFFolderSink(path=target, max_shard_size=20_000)))
+    return save.call_count
+
+
+def test_all_ranks_write_their_share(tmp_path: Path) -> None:
+    source = str(tiny_model_folder("llama"))
+    written = run_workers(2, export_in_shards, source, str(tmp_path / "out"))
+    count = len(list((tmp_path / "out").glob("*.safetensors")))
+    assert written == [(count + 1) // 2, count // 2]
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    assert all(torch.equal(ours[name], tensor + 1) for name, tensor in expected.items())
 
 
 def fail_to_write(source: str, target: str) -> None:

@@ -35,10 +35,10 @@ class World:
     def global_rank(self) -> int:
         return dist.get_rank()
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+    def all_gather_objects(self, item: Any) -> list[Any]:
+        objects: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(objects, item)
+        return objects
 
 
 class Alone:
@@ -46,8 +46,8 @@ class Alone:
 
     global_rank = 0
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
+    def all_gather_objects(self, item: Any) -> list[Any]:
+        return [item]
 
 
 def make_model(name: str) -> PreTrainedModel:

@@ -57,8 +57,8 @@ class Recorder(InferenceClient):
 class OneRank:
     global_rank = 0
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
+    def all_gather_objects(self, item: Any) -> list[Any]:
+        return [item]
 
 
 def export(client: Recorder, update: int = 1, megabytes: float = 0.01) -> dict[str, Tensor]:

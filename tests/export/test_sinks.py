@@ -90,7 +90,8 @@ def test_an_error_aborts_once_and_the_stream_is_walked_to_its_end(fails_in: str,
     with pytest.raises(OSError, match="No space left"):
         drain(stream(), sink, Alone())
     assert sink.calls == calls
-    assert walked == ["a", "b"]
+    # What cannot be opened costs no gathering.
+    assert walked == ([] if fails_in == "open" else ["a", "b"])
 
 
 def test_an_error_of_the_stream_aborts() -> None:
