@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -5,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rl_engines.sequence import Experience, pack_row
+from lightning_rl_engines.sequence.context_parallel import BALANCERS, row_multiple, row_order
 from tests.support import run_workers
 
 
@@ -209,6 +212,76 @@ def test_every_slot_describes_the_token_after_it_and_results_return_in_order(row
     )
 
 
+def test_three_documents_dealt_out_by_hand():
+    # Head and tail of 12 tokens for 2 ranks: every field is the row's, rolled by one first, then dealt out.
+    places = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
+    order = partial(row_order, "headtail")
+    for rank in range(2):
+        micro_batch = pack_row(
+            three_documents(), [0, 1, 2], sequence_size=2, sequence_rank=rank, pad_to=12, order=order
+        )
+        for name, row in ROW.items():
+            assert getattr(micro_batch, name).tolist() == [row[place] for place in places[rank]], name
+        assert micro_batch["number"].tolist() == [ROW_NUMBER[place] for place in places[rank]]
+        assert micro_batch["response_mask"].tolist() == [ROW_MASK[place] for place in places[rank]]
+        assert micro_batch.last_response.tolist() == [ROW_LAST[place] for place in places[rank]]
+        assert micro_batch.predicted.tolist() == [[0, 1], [0, 3, 4]][rank]
+        assert micro_batch.sequence_rank == rank
+        assert micro_batch.row.order.tolist() == places[0] + places[1]
+        assert micro_batch.row.cu_seqlens_host == (0, 3, 5, 9, 12)
+        assert micro_batch.response_lengths.tolist() == [2.0, 1.0, 2.0, 0.0]
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(rows, st.sampled_from([1, 2, 3, 4]), st.sampled_from(BALANCERS))
+def test_slices_of_a_row_dealt_out_make_the_row_and_results_return_in_order(row, size, balancer):
+    lengths, order, count = row
+    documents = list(order)[:count]
+    experience = build(lengths)
+    arguments = {"sequence_size": size, "multiple_of": row_multiple(balancer, size)}
+    slices = [
+        pack_row(experience, documents, sequence_rank=rank, order=partial(row_order, balancer), **arguments)
+        for rank in range(size)
+    ]
+    length = slices[0].row.cu_seqlens_host[-1]
+    whole = pack_row(experience, documents, pad_to=length)
+    assert whole.row.order is None
+    places = slices[0].row.order
+    for part in slices:
+        assert torch.equal(part.row.order, places)
+        assert part.row.cu_seqlens_host == whole.row.cu_seqlens_host
+    for name in ("input_ids", "position_ids", "labels", "document_ids", "token_indices", "last_response"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in slices]), getattr(whole, name)[places]), name
+    for name in ("response_mask", "number"):
+        assert torch.equal(torch.cat([part[name] for part in slices]), whole[name][places]), name
+    assert torch.equal(torch.cat([part.per_token("weight") for part in slices]), whole.per_token("weight")[places])
+    for part in slices:
+        assert part.predicted.tolist() == part["response_mask"].nonzero().flatten().tolist()
+    sums = sum(part.segment_sum(part["number"]) for part in slices)
+    torch.testing.assert_close(sums, whole.segment_sum(whole["number"]), rtol=1e-12, atol=1e-12)
+    results = torch.full((experience.num_tokens,), torch.nan, dtype=torch.float64)
+    for part in slices:
+        real = part.token_indices >= 0
+        results[part.token_indices[real]] = part["number"][real]
+    kept = experience.token_indices(documents)
+    assert torch.equal(results[kept], experience["number"][kept])
+    assert results.isnan().sum() == experience.num_tokens - len(kept)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda cu_seqlens, size: torch.arange(cu_seqlens[-1] - 1),
+        lambda cu_seqlens, size: torch.zeros(cu_seqlens[-1], dtype=torch.int64),
+        lambda cu_seqlens, size: torch.arange(1, cu_seqlens[-1] + 1),
+        lambda cu_seqlens, size: torch.arange(cu_seqlens[-1], dtype=torch.int32),
+    ],
+)
+def test_an_order_that_is_no_permutation_is_refused(order):
+    with pytest.raises(ValueError, match=r"no permutation of the row's 9 positions.*0 to 8"):
+        pack_row(three_documents(), [0, 1, 2], order=order)
+
+
 def test_segment_sum_is_a_sum_per_document_in_fp32_or_fp64():
     micro_batch = pack_row(three_documents(), [0, 1, 2], pad_to=12)
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
@@ -266,7 +339,8 @@ def test_segment_sum_over_sequence_ranks_equals_the_whole_row(size):
 def test_rows_on_a_device_equal_those_on_the_cpu_and_nothing_waits():
     experience = three_documents()
     on_device = experience.to("cuda")
-    for arguments in ({}, {"sequence_size": 2, "sequence_rank": 1, "pad_to": 12}):
+    split = {"sequence_size": 2, "sequence_rank": 1, "pad_to": 12}
+    for arguments in ({}, split, {**split, "order": partial(row_order, "headtail")}):
         expected = pack_row(experience, [2, 0], **arguments)
         torch.cuda.set_sync_debug_mode("error")
         try:
