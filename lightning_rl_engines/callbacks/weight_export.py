@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -10,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl_engines.export.sinks import Communicator, ExportContext, WeightSink, drain
+from lightning_rl_engines.export.sinks import Communicator, ExportContext, WeightSink, drain, receiver_wants_base
 from lightning_rl_engines.models.config import DTypeName
 from lightning_rl_engines.models.huggingface import load_generation_config
 from lightning_rl_engines.models.lora_config import adapter_config_dict
@@ -34,7 +35,9 @@ class WeightExport(Callback):
         sink: Receives the weights; :class:`~lightning_rl_engines.HFFolderSink` writes a folder, with all ranks that see
             it. Other sinks work on rank 0.
         every_n_updates: Updates from one export to the next.
-        weights: ``"full"``, or under LoRA ``"merged"`` (base plus adapter) or ``"adapter"`` (a PEFT folder).
+        weights: ``"full"``, or under LoRA ``"merged"`` (base plus adapter) or ``"adapter"`` (a PEFT folder). With
+            ``"adapter"`` an inference server gets the base where it lacks it, else adapters alone; its client is a
+            :class:`~lightning_rl_engines.export.LoRAInferenceClient`.
         dtype: Type to cast floating-point tensors to; ``None`` keeps the storage type, so fp32 masters are exported
             as fp32, and merged weights too.
         model: Attribute of the module that holds the model: ``"policy"``, ``"critic"`` or ``"reward_model"``. A model
@@ -90,6 +93,11 @@ class WeightExport(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = self._find(pl_module)
+        if self.weights == "adapter" and not self.sink.takes_adapters:
+            raise MisconfigurationException(
+                f"WeightExport(weights='adapter') sends adapters, and the client of sink={type(self.sink).__name__} "
+                "cannot load them; derive it from LoRAInferenceClient, or use weights='merged'."
+            )
         # The engine refuses a mode that the model has not; the weights are read when the stream is walked, so not here.
         self._stream(trainer, model)
         # On all ranks and before training, so a broken file stops all of them together.
@@ -128,6 +136,7 @@ class WeightExport(Callback):
             Exception: The sink's error, on every rank.
         """
         started = time.monotonic()
+        engine, strategy = cast(Engine, trainer.strategy), cast(Communicator, trainer.strategy)
         model, updates = self._find(pl_module), _updates(pl_module)
         adapter = model.adapter if self.weights == "adapter" else None
         context = ExportContext(
@@ -138,13 +147,14 @@ class WeightExport(Callback):
             tokenizer=self._tokenizer,
             adapter_config=None if adapter is None else adapter_config_dict(adapter.config),
         )
-        self.last_path = drain(
-            self._stream(trainer, model),
-            self.sink,
-            cast(Communicator, trainer.strategy),
-            plan=model.export_plan if adapter is None else adapter.plan,
-            context=context,
-        )
+        # Before the base goes out: a server waits, paused, for what follows.
+        stream, plan = self._stream(trainer, model), model.export_plan if adapter is None else adapter.plan
+        if adapter is not None and receiver_wants_base(self.sink, strategy):
+            base_context = replace(context, adapter_config=None)
+            with engine.disable_adapter(model):
+                base = engine.get_per_tensor_param(model, mode="full", dtype=self.dtype)
+                drain(base, self.sink, strategy, plan=adapter.base_plan, context=base_context)
+        self.last_path = drain(stream, self.sink, strategy, plan=plan, context=context)
         self.last_update = updates
         place = self.last_path or type(self.sink).__name__
         rank_zero_info(f"Exported the weights of update {updates} to {place} in {time.monotonic() - started:.1f} s.")

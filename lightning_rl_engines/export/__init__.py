@@ -3,8 +3,15 @@
 from lightning_rl_engines.export.folder import HFFolderSink
 from lightning_rl_engines.export.lora import stream_merged_parameters
 from lightning_rl_engines.export.plan import ExportEntry, ExportPlan, plan_from_hf_model
-from lightning_rl_engines.export.server import InferenceClient, InferenceServerSink
-from lightning_rl_engines.export.sinks import ExportContext, MemorySink, ModuleSink, WeightSink, drain
+from lightning_rl_engines.export.server import InferenceClient, InferenceServerSink, LoRAInferenceClient
+from lightning_rl_engines.export.sinks import (
+    ExportContext,
+    MemorySink,
+    ModuleSink,
+    WeightSink,
+    drain,
+    receiver_wants_base,
+)
 from lightning_rl_engines.export.stream import stream_full_gradients, stream_full_parameters
 
 __all__ = [
@@ -14,11 +21,13 @@ __all__ = [
     "HFFolderSink",
     "InferenceClient",
     "InferenceServerSink",
+    "LoRAInferenceClient",
     "MemorySink",
     "ModuleSink",
     "WeightSink",
     "drain",
     "plan_from_hf_model",
+    "receiver_wants_base",
     "stream_full_gradients",
     "stream_full_parameters",
     "stream_merged_parameters",

@@ -74,6 +74,15 @@ class WeightSink(ABC):
     def abort(self, error: BaseException) -> None:  # noqa: B027 - nothing to undo is a valid answer
         """Give up the export and leave what was there before, as far as the sink can."""
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the receiver can be given an adapter without its base (``adapter_config`` in the context)."""
+        return True
+
+    def wants_base(self) -> bool:
+        """Say whether the base must be exported before an adapter, which is exported right after it; rank 0 only."""
+        return False
+
     def invite(self) -> Any:
         """Return what other ranks need to write along, as plain data; ``None`` to write alone. Rank 0 only."""
         return None
@@ -167,6 +176,25 @@ def drain(
         writer.call("close")
     location = sink.location if first and sink is not None and writer.error is None else None
     return cast(str | None, writer.agree(location)[0])
+
+
+def receiver_wants_base(sink: WeightSink | None, strategy: Communicator) -> bool:
+    """Ask rank 0's sink whether an adapter needs its base exported first.
+
+    Collective over the world.
+
+    Args:
+        sink: Where the adapter will go; only rank 0 must have one.
+        strategy: Rank and gathering.
+
+    Returns:
+        The answer, the same on every rank.
+
+    Raises:
+        Exception: The sink's error, on every rank.
+    """
+    writer = _Writer(sink if strategy.global_rank == 0 else None, strategy)
+    return bool(writer.agree(writer.call("wants_base"))[0])
 
 
 class _Writer:
