@@ -42,6 +42,7 @@ __all__ = [
     "queue_backward_callback",
     "reshard_root",
     "restore_frozen_parameters",
+    "return_hidden_states",
     "revert_weight_conversion",
     "set_adapter_disabled",
 ]
@@ -133,4 +134,10 @@ def keys_to_ignore_on_load(hf_config: Any) -> tuple[str, ...]:
     """Patterns of saved names that transformers leaves unread; a private attribute of the language model's class."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    return tuple(MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]._keys_to_ignore_on_load_unexpected or ())
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    return tuple(model_class._keys_to_ignore_on_load_unexpected or ())
+
+
+def return_hidden_states(decoder: Any) -> None:
+    """Let a torchtitan decoder leave its head to the caller; its own chunked loss sets the same private attribute."""
+    decoder._skip_lm_head = True

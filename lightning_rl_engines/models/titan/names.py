@@ -88,13 +88,14 @@ class HFNames:
         return ()
 
     def locate(self, name: str) -> tuple[str, int | None, bool] | None:
-        """Return where a tensor of a save lies: the torchtitan name, the expert's index or ``None``, and the transposition.
+        """Return where a tensor of a save lies.
 
         Args:
             name: A name in a Hugging Face save.
 
         Returns:
-            ``None`` for a name that the model has no place for, such as the head of a tied model.
+            The torchtitan name, the expert's index or ``None``, and whether it is transposed; ``None`` for a name that
+            the model has no place for, such as the head of a tied model.
         """
         for pattern, rule in self._by_hf:
             if (match := pattern.fullmatch(name)) is None:
