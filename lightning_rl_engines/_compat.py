@@ -24,7 +24,7 @@ from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
     from transformers import PreTrainedModel
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "WorkerOutput",
     "checkpoint_folder",
     "compile_in_place",
+    "depth_and_options",
     "end_aborted_backward",
     "given_hyperparameters",
     "keys_to_ignore_on_load",
@@ -94,6 +95,11 @@ def end_aborted_backward(model: Any) -> None:
             if not handle.uses_sharded_strategy:
                 handle.reshard(free_unsharded_flat_param=False)  # see restore_frozen_parameters
         model.zero_grad(set_to_none=True)
+
+
+def depth_and_options(callback: "ModelSummary") -> tuple[int, dict[str, Any]]:
+    """Depth and further options of a model summary; Lightning's callback has no public way to ask for them."""
+    return callback._max_depth, dict(callback._summarize_kwargs)
 
 
 def compile_in_place(

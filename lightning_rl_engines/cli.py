@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import StrategyRegistry
@@ -23,6 +23,7 @@ from lightning_rl_engines.callbacks import (
     ConfiguredLearningRate,
     GracefulInterrupt,
     PredictionFile,
+    RichShardedModelSummary,
     RunProgressBar,
     RunReport,
     SampleTable,
@@ -231,6 +232,8 @@ class LightningRLCLI(LightningCLI):
             return
         if missing(StartCard):
             yield StartCard()
+        if trainer.enable_model_summary is not False and missing(ModelSummary):
+            yield RichShardedModelSummary()
         if self._options(self.config_init).learning_rate_on_resume == "config" and missing(ConfiguredLearningRate):
             yield ConfiguredLearningRate()
         if missing(GracefulInterrupt):

@@ -9,15 +9,18 @@ from lightning_rl_engines.callbacks.samples import SampleTable
 from lightning_rl_engines.callbacks.start_card import StartCard
 from lightning_rl_engines.callbacks.update_checkpoint import UpdateCheckpoint
 from lightning_rl_engines.callbacks.weight_export import WeightExport
+from lightning_rl_engines.modules.summary import RichShardedModelSummary, ShardedModelSummary
 
 __all__ = [
     "ConfiguredLearningRate",
     "GracefulInterrupt",
     "PredictionFile",
+    "RichShardedModelSummary",
     "RunInterrupted",
     "RunProgressBar",
     "RunReport",
     "SampleTable",
+    "ShardedModelSummary",
     "StartCard",
     "UpdateCheckpoint",
     "WeightExport",

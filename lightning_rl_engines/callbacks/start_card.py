@@ -1,6 +1,5 @@
 """A card at the start of a run: layout, sizes, where things are written, what it resumes from."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning_rl_engines.callbacks.console import readable, show
 from lightning_rl_engines.callbacks.weight_export import WeightExport
 from lightning_rl_engines.data.prompts import PromptDataModule
 from lightning_rl_engines.export.folder import HFFolderSink
+from lightning_rl_engines.models.sizes import whole_sizes
 from lightning_rl_engines.modules.base import RLModule
 from lightning_rl_engines.modules.generation import GenerationModule
 from lightning_rl_engines.strategies.engine import Engine
@@ -83,8 +83,10 @@ def work_rows(trainer: Trainer, pl_module: LightningModule) -> list[Row]:
     if not isinstance(pl_module, RLModule):
         return rows
     if isinstance(pl_module, GenerationModule):
-        parameters = sum(math.prod(entry.shape) for entry in pl_module.policy.export_plan.entries)
-        rows[0] = ("module", f"{rows[0][1]}: {pl_module.policy_config.source}, {parameters:,} parameters")
+        sizes = whole_sizes(pl_module.policy)
+        text = f"{rows[0][1]}: {pl_module.policy_config.source}, {sum(sizes.values()):,} parameters"
+        trained = sum(sizes[id(item)] for item in pl_module.policy.parameters() if item.requires_grad)
+        rows[0] = ("module", text if trained == sum(sizes.values()) else f"{text}, {trained:,} of them trained")
     documents = documents_per_update(trainer, pl_module)
     if documents:
         rows.append(("documents per update", documents))

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_rl_engines import _compat
 from lightning_rl_engines.modules.hyperparameters import plain
 from lightning_rl_engines.modules.optimization import apply_schedule, fill_total_steps, total_optimizer_steps
+from lightning_rl_engines.modules.summary import sharded_summaries
 from lightning_rl_engines.optim import WarmupSchedule
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.strategies.engine import Engine, LossFunction
@@ -122,7 +123,7 @@ class RLModule(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Check the Trainer's options; this hook runs before Lightning's own, less helpful checks."""
+        """Check the Trainer's options, before Lightning's less helpful checks; bring a summary that counts shards."""
         _ = self.engine
         if self.trainer.gradient_clip_val:
             raise MisconfigurationException(
@@ -136,7 +137,7 @@ class RLModule(LightningModule):
                 "optimizer step accumulates over rows already; use a larger batch and limit the memory by "
                 f"{type(self).__name__}(max_tokens_per_micro_batch=8192)."
             )
-        return []
+        return [*sharded_summaries(self.trainer.callbacks)]  # type: ignore[attr-defined]
 
     @override
     def configure_model(self) -> None:
