@@ -1,7 +1,7 @@
 """RL post-training engines for PyTorch Lightning.
 
-``import lightning_rl_engines`` registers the strategy ``fsdp_ulysses``, so that ``Trainer(strategy="fsdp_ulysses")``
-finds it.
+``import lightning_rl_engines`` registers the strategies ``fsdp_ulysses`` and ``torchtitan``, so that
+``Trainer(strategy="fsdp_ulysses")`` finds them.
 
 Vocabulary: a *document* is one prompt and its response; a *row* is documents packed one after another; a *micro-batch*
 is the row that goes through the model at once; an *experience* is all documents of one update; ranks with different
@@ -68,7 +68,7 @@ from lightning_rl_engines.modules import (
 from lightning_rl_engines.optim import WarmupConstant, WarmupCosine, WarmupLinear
 from lightning_rl_engines.rollout import Generation, HFRollout, Prompt, RolloutEngine
 from lightning_rl_engines.sequence import Experience, MicroBatch
-from lightning_rl_engines.strategies import BatchOutput, Engine, FSDPUlyssesStrategy
+from lightning_rl_engines.strategies import BatchOutput, Engine, FSDPUlyssesStrategy, TorchTitanStrategy
 
 __all__ = [
     "ActorCriticModule",
@@ -125,6 +125,7 @@ __all__ = [
     "TokenLoss",
     "TokenModel",
     "TokenOutputs",
+    "TorchTitanStrategy",
     "UpdateCheckpoint",
     "ValueLoss",
     "WarmupConstant",

@@ -1,7 +1,6 @@
 """Hugging Face models as token models: packed rows in, fused log-probabilities out."""
 
 import fnmatch
-import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -17,6 +16,7 @@ from lightning_rl_engines.export.plan import plan_from_hf_model
 from lightning_rl_engines.heads import linear_log_prob
 from lightning_rl_engines.models.compile import compile_layers
 from lightning_rl_engines.models.config import ModelConfig
+from lightning_rl_engines.models.cost import document_cost
 from lightning_rl_engines.models.graph_guard import GraphGuard
 from lightning_rl_engines.models.lora import Adapter, adapter_units, adapters_disabled, score_through_head
 from lightning_rl_engines.models.token_model import TokenModel, inverse_temperature, scatter_predicted
@@ -255,17 +255,7 @@ class HFTokenModel(TokenModel):
     @property
     @override
     def document_cost(self) -> tuple[float, float]:
-        text = self.config.get_text_config()
-        embeddings = {"embed_tokens.weight", "wte.weight"}
-        linear = sum(
-            math.prod(entry.shape)
-            for entry in self.export_plan.entries
-            if len(entry.shape) > 1 and not any(entry.name.endswith(name) for name in embeddings)
-        )
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        # Scores and values over a causal triangle: two products of n^2 / 2 per head and layer.
-        quadratic = text.num_hidden_layers * text.num_attention_heads * head_dim
-        return float(linear), float(quadratic)
+        return document_cost(self.config, self.export_plan)
 
     @override
     def forget_graphs(self) -> None:

@@ -2,5 +2,6 @@
 
 from lightning_rl_engines.strategies.engine import BatchOutput, Engine, LossFunction
 from lightning_rl_engines.strategies.fsdp_ulysses import FSDPUlyssesStrategy
+from lightning_rl_engines.strategies.torchtitan import TorchTitanStrategy
 
-__all__ = ["BatchOutput", "Engine", "FSDPUlyssesStrategy", "LossFunction"]
+__all__ = ["BatchOutput", "Engine", "FSDPUlyssesStrategy", "LossFunction", "TorchTitanStrategy"]

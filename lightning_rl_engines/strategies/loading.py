@@ -9,6 +9,7 @@ import torch.distributed as dist
 from peft import LoraConfig
 from torch.distributed import ProcessGroup
 
+from lightning_rl_engines.models.agreement import raise_on_all_ranks
 from lightning_rl_engines.models.compile import check_backend
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.huggingface import load_hf_model
@@ -59,7 +60,7 @@ def load_on_rank_zero(
         bind_sequence_parallel(hf, sequence_group, kernel=kernel)
     except Exception as exception:  # of any type: the other ranks wait for the weights
         error = exception
-    _raise_on_all_ranks(config, error, gather)
+    raise_on_all_ranks(config, error, gather)
     assert hf is not None
     # Buffers keep the type that reading gave them.
     types = gather({name: buffer.dtype for name, buffer in hf.named_buffers()} if reader else None)[0]
@@ -80,12 +81,5 @@ def _lora_options(config: ModelConfig, reader: bool, gather: Callable[[Any], lis
         values = read_adapter_config(config.adapter) if reader else None
     except Exception as exception:
         error = exception
-    _raise_on_all_ranks(config, error, gather)
+    raise_on_all_ranks(config, error, gather)
     return lora_from_dict(gather(values)[0])
-
-
-def _raise_on_all_ranks(config: ModelConfig, error: Exception | None, gather: Callable[[Any], list[Any]]) -> None:
-    text = None if error is None else str(error) or type(error).__name__
-    failed = [item for item in gather(text) if item]
-    if failed:
-        raise ValueError(f"The model of {config.source} cannot be built: {failed[0]}") from error

@@ -1,6 +1,7 @@
 """The passes over the rows of a global batch, one row at a time on every rank."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -40,6 +41,11 @@ class RowPasses(Engine):
     def _rows_multiple_of(self) -> int:
         """What the number of rows of a data rank is a multiple of."""
         return 1
+
+    @property
+    def _row_order(self) -> Callable[..., Tensor] | None:
+        """How the tokens of a row are dealt out to the ranks that share it; ``None`` for equal slices of it."""
+        return None
 
     @property
     def _counts_results(self) -> bool:
@@ -149,4 +155,5 @@ class RowPasses(Engine):
             device=self.compute_device,
             pad_to=pad_to,
             multiple_of=self._row_multiple,
+            order=self._row_order,
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightning_rl_engines import Experience
+from lightning_rl_engines.export.plan import plan_from_hf_model
 from tests.support.models import random_documents, reference_log_probs
 
 
@@ -66,8 +67,12 @@ def reference_gradients(folder: Any, loss: Callable[[Any], Tensor]) -> tuple[flo
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     total = loss(model)
     total.backward()
-    return float(total.detach()), {
+    gradients = {
         name: torch.zeros_like(item) if item.grad is None else item.grad for name, item in model.named_parameters()
+    }
+    plan = plan_from_hf_model(model)  # names of a save: transformers keeps experts in stacks
+    return float(total.detach()), {
+        name: piece for source in plan.by_source for name, piece in plan.pieces(source, gradients[source])
     }
 
 

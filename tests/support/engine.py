@@ -8,8 +8,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_rl_engines import Engine, FSDPUlyssesStrategy, ModelConfig
+from lightning_rl_engines import Engine, FSDPUlyssesStrategy, ModelConfig, TorchTitanStrategy
 from tests.support.lightning_env import make_trainer
+
+_ENGINES: dict[str, Any] = {"fsdp_ulysses": FSDPUlyssesStrategy, "torchtitan": TorchTitanStrategy}
 
 
 class EngineModule(LightningModule):
@@ -50,6 +52,7 @@ def with_engine(
     precision: str = "32-true",
     steps: int = 1,
     trainer: dict[str, Any] | None = None,
+    engine: str = "fsdp_ulysses",
     **strategy: Any,
 ) -> Any:
     """Return what ``body`` returned in the last of ``steps`` training steps; call it on every rank of a pool.
@@ -61,12 +64,13 @@ def with_engine(
         precision: The Trainer's precision.
         steps: Number of training steps.
         trainer: Further arguments of the Trainer.
-        **strategy: Arguments of ``FSDPUlyssesStrategy``.
+        engine: ``"fsdp_ulysses"`` or ``"torchtitan"``.
+        **strategy: Arguments of the engine.
     """
     named = configs if isinstance(configs, dict) else {"policy": configs}
     module = EngineModule(named, body, lr)
     built: Trainer = make_trainer(
-        FSDPUlyssesStrategy(**strategy),
+        _ENGINES[engine](**strategy),
         precision=precision,
         max_steps=-1,
         max_epochs=1,

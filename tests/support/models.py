@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 _SIZES: dict[str, Any] = {
@@ -44,6 +45,10 @@ _VARIANTS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "one_kv": (LlamaConfig, {"num_key_value_heads": 1}),
     "odd_vocab": (LlamaConfig, {"vocab_size": 97}),
     "mistral_window": (MistralConfig, {"sliding_window": 8}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
 }
 
 MODEL_NAMES = tuple(_VARIANTS)
@@ -54,8 +59,8 @@ def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
 
     Args:
         name: One of ``MODEL_NAMES``. ``llama`` (4 KV heads, untied), ``llama_tied``, ``qwen2`` (biased projections,
-            tied), ``qwen3`` (QK norm), ``one_kv``, ``odd_vocab`` and ``mistral_window`` (window 8); 2 KV heads
-            unless said otherwise.
+            tied), ``qwen3`` (QK norm), ``one_kv``, ``odd_vocab``, ``mistral_window`` (window 8) and ``qwen3_moe`` (4
+            experts, 2 of them per token); 2 KV heads unless said otherwise.
         **changes: Fields to override.
     """
     config_class, fields = _VARIANTS[name]

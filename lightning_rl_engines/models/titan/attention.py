@@ -17,11 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torchtitan.models.common.attention import FlexAttention
 from typing_extensions import override
 
 from lightning_rl_engines.sequence.attention import KERNELS, select_kernel
+from lightning_rl_engines.sequence.block_mask import BLOCK_SIZE, make_block_mask
 from lightning_rl_engines.sequence.context_parallel import inverse_order
 from lightning_rl_engines.sequence.packing import MicroBatch, PackedRow, to_device
 
@@ -150,7 +151,8 @@ def row_mask(micro_batch: MicroBatch, *, kernel: str, context_parallel: bool, wi
     here = order[micro_batch.sequence_rank * queries :][:queries]
     split, block_mask = None, None
     if kernel == "packed_flex":
-        block_mask = _block_mask(row, to_device(here, micro_batch.device), to_device(order, micro_batch.device), window)
+        queries_here, keys = (to_device(x, micro_batch.device) for x in (here, order))
+        block_mask = make_block_mask(row, queries_here, keys, window=window)
     elif context_parallel:
         split = _split_of(row, here, order, micro_batch.device)
     return RowMask(row=row, kernel=kernel, window=window, queries=queries, split=split, block_mask=block_mask)
@@ -170,9 +172,8 @@ class PackedAttention(FlexAttention):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        default = FlexAttention.Config().block_size
-        if config.block_size != default:
-            raise ValueError(f"block_size={config.block_size} is not supported by packed attention; use {default}")
+        if config.block_size != BLOCK_SIZE:
+            raise ValueError(f"block_size={config.block_size} is not supported by packed attention; use {BLOCK_SIZE}")
 
     @override
     def forward(
@@ -241,18 +242,6 @@ def _split_of(row: PackedRow, here: Tensor, order: Tensor, device: torch.device)
         key_order=to_device(inverse_order(order), device),
         query_bounds=(0, *torch.searchsorted(positions, ends).tolist()),
     )
-
-
-def _block_mask(row: PackedRow, here: Tensor, order: Tensor, window: int | None) -> BlockMask:
-    """Mask of queries at positions ``here`` and keys at positions ``order`` of the row, both on the row's device."""
-    query_documents, key_documents = (torch.bucketize(x, row.cu_seqlens[1:], right=True) for x in (here, order))
-
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = here[query] - order[key]
-        inside = (query_documents[query] == key_documents[key]) & (distance >= 0)
-        return inside if window is None else inside & (distance < window)
-
-    return create_block_mask(visible, None, None, len(here), len(order), device=here.device)
 
 
 @torch.compiler.disable

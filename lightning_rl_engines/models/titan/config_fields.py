@@ -103,8 +103,8 @@ def check_fields(
     require_plain_class(hf_config)
     if getattr(hf_config, "is_heterogeneous", False):
         raise ValueError(
-            f"per_layer_config={hf_config.per_layer_config!r} makes layers differ, which is not supported by "
-            "torchtitan models; per_layer_config=None works."
+            f"per_layer_config of a {hf_config.model_type} configuration makes layers differ, which is not supported "
+            "by torchtitan models; per_layer_config=None works."
         )
     for name, value in _REFUSED.items():
         if name not in read:

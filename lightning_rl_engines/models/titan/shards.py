@@ -33,13 +33,15 @@ class LocalShard:
 
     @torch.no_grad()
     def fill(self, piece: HFPiece, whole: Any) -> None:
-        """Copy this rank's part of a piece, cast to the type of the tensor.
+        """Copy this rank's part of a piece, cast to the type of the tensor; nothing where it has none.
 
         Args:
-            piece: A piece that :meth:`holds` is true for.
+            piece: The piece.
             whole: The piece as a tensor, or as anything that gives one for a tuple of slices, such as a slice of a
                 safetensors file: only the part in question is read.
         """
+        if not self.holds(piece):
+            return
         target, indices = self.local, self.indices
         if piece.expert is not None:
             target = target[int((indices[0] == piece.expert).nonzero())]

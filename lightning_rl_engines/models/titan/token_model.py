@@ -1,0 +1,156 @@
+"""A torchtitan decoder, whole or the stages of a pipeline that a rank holds, as a token model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_rl_engines.algorithms.outputs import TokenOutputs
+from lightning_rl_engines.models.cost import document_cost
+from lightning_rl_engines.models.titan.attention import RowMask, row_mask
+from lightning_rl_engines.models.titan.names import HFNames
+from lightning_rl_engines.models.token_model import TokenModel, inverse_temperature, scatter_predicted
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from lightning_rl_engines.export.plan import ExportPlan
+    from lightning_rl_engines.models.config import ModelConfig
+    from lightning_rl_engines.sequence.packing import MicroBatch
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How masks of rows are made.
+
+    Attributes:
+        kernel: A key of ``sequence.attention.KERNELS``.
+        context_parallel: Whether rows are split over ranks.
+        window: Sliding window of the layers that have one, where torchtitan takes two kinds of masks; else ``None``.
+    """
+
+    kernel: str
+    context_parallel: bool
+    window: int | None = None
+
+
+class TitanTokenModel(TokenModel):
+    """A torchtitan model whose head is the fused log-probability or a value per token.
+
+    Args:
+        parts: The model, or with pipeline parallelism this rank's stages, in their order.
+        stages: Numbers of the stages that the parts are.
+        model_config: What it was built from.
+        config: The Hugging Face configuration.
+        export_plan: What a Hugging Face save of the whole model holds; sources are torchtitan's names.
+        names: Where each tensor of a save lies.
+        attention: How masks of rows are made.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        *,
+        stages: Sequence[int] = (0,),
+        model_config: "ModelConfig",
+        config: "PretrainedConfig",
+        export_plan: "ExportPlan",
+        names: HFNames,
+        attention: AttentionOptions,
+    ) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.stages = tuple(stages)
+        self.model_config = model_config
+        self.config = config
+        self.export_plan = export_plan
+        self.names = names
+        self.attention = attention
+
+    @property
+    @override
+    def document_cost(self) -> tuple[float, float]:
+        return document_cost(self.config, self.export_plan)
+
+    def held_tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers that this rank holds parts of, by torchtitan's names."""
+        return {name: tensor for part in self.parts for name, tensor in part.state_dict(keep_vars=True).items()}
+
+    def stage_inputs(self, micro_batch: "MicroBatch") -> dict[str, Any]:
+        """Arguments of a row that every layer reads: positions and masks."""
+        options = self.attention
+
+        def mask(window: int | None) -> RowMask:
+            return row_mask(
+                micro_batch, kernel=options.kernel, context_parallel=options.context_parallel, window=window
+            )
+
+        masks: RowMask | Mapping[str, RowMask] = mask(None)
+        if options.window is not None:
+            masks = {"basic_mask": mask(None), "sliding_window_mask": mask(options.window)}
+        return {"positions": micro_batch.position_ids[None], "attention_masks": masks}
+
+    def score(
+        self,
+        head: nn.Module,
+        hidden: Tensor,
+        micro_batch: "MicroBatch",
+        *,
+        calculate_entropy: bool,
+        temperature: float | str,
+    ) -> TokenOutputs:
+        """Run the head on the last hidden states of a row.
+
+        Args:
+            head: The head's module, a child of the last stage.
+            hidden: ``[1, local tokens, D]``.
+            micro_batch: The row.
+            calculate_entropy: Also return entropies.
+            temperature: What logits are divided by.
+        """
+        if self.model_config.head == "value":
+            return TokenOutputs(values=scatter_predicted(head(hidden, predicted=micro_batch.predicted), micro_batch))
+        log_probs, entropy = head(
+            hidden,
+            predicted=micro_batch.predicted,
+            labels=micro_batch.labels.index_select(0, micro_batch.predicted),
+            inv_temperature=inverse_temperature(micro_batch, temperature),
+            calculate_entropy=calculate_entropy,
+        )
+        return TokenOutputs(
+            scatter_predicted(log_probs, micro_batch),
+            None if entropy is None else scatter_predicted(entropy, micro_batch),
+        )
+
+    @override
+    def forward(
+        self, micro_batch: "MicroBatch", *, calculate_entropy: bool = False, temperature: float | str = 1.0
+    ) -> TokenOutputs:
+        (model,) = self.parts
+        hidden = model(micro_batch.input_ids[None], **self.stage_inputs(micro_batch))
+        head = model.get_submodule("lm_head")
+        return self.score(head, hidden, micro_batch, calculate_entropy=calculate_entropy, temperature=temperature)
+
+
+def share_caches(parts: Sequence[nn.Module]) -> None:
+    """Let layers share rotary caches that are equal: each layer of torchtitan has one of its own."""
+    known: list[Tensor] = []
+    for part in parts:
+        for module in part.modules():
+            cache = module._buffers.get("cache")
+            if cache is None or isinstance(cache, DTensor):
+                continue
+            same = next((item for item in known if _equal(item, cache)), None)
+            if same is None:
+                known.append(cache)
+            else:
+                module._buffers["cache"] = same
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    alike = type(left) is type(right) and left.shape == right.shape and left.dtype == right.dtype
+    return alike and torch.equal(left, right)
