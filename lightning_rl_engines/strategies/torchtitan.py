@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
@@ -336,7 +336,8 @@ def _shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if isinstance(placement, Shard) or placement.is_shard())
+    # Strided shards are shards, too, and no gradient is partial once it is reduced.
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 TorchTitanStrategy.register_strategies(StrategyRegistry)
