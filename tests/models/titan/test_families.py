@@ -149,6 +149,11 @@ def test_defaults_of_transformers_are_supported(family: str) -> None:
         ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0\.1.*attention_dropout=0\.0"),
         ("llama", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0.*=None works"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*=None works"),
+        (
+            "llama",
+            {"per_layer_config": {1: {"intermediate_size": 64}}},
+            "per_layer_config .*per_layer_config=None works",
+        ),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4 .*num_key_value_heads=3; num_key_value_heads=4"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window=True.*=False"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types=.*sliding_attention.*layer_types=None"),
