@@ -73,7 +73,7 @@ def layout_rows(trainer: Trainer) -> list[Row]:
     name = type(strategy).__name__
     device = strategy.root_device.type
     if isinstance(strategy, Engine):
-        name += f", {strategy.data_parallel_size} data x {strategy.sequence_parallel_size} sequence ranks"
+        name += f", {strategy.layout}"
     return [("engine", f"{name}, {device}, precision {trainer.precision}")]
 
 

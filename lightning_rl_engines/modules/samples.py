@@ -69,7 +69,7 @@ def raise_on_all_ranks(engine: Engine, failure: Exception | None, what: str) -> 
 
 
 def score(engine: Engine, rewards: dict[str, Reward], samples: Samples) -> Scores:
-    """Score samples on one rank of each row and share the result. Collective over the world.
+    """Score samples on one rank of each data rank and share the result. Collective over the world.
 
     One rank only, because a reward may be random, slow, or paid for, and peers must agree on it. A reward function
     that raises on one rank raises on all of them.
@@ -79,13 +79,13 @@ def score(engine: Engine, rewards: dict[str, Reward], samples: Samples) -> Score
     """
     outcome: Scores | None = None
     failure: Exception | None = None
-    if engine.sequence_parallel_rank == 0:
+    if engine.peer_rank == 0:
         try:
             outcome = Scores(*compute_rewards(rewards, samples.prompts, samples.generations))
         except Exception as error:
             failure = error
     raise_on_all_ranks(engine, failure, "A reward function")
-    shared: Scores = engine.all_gather_objects(outcome, "sequence")[0]
+    shared: Scores = engine.all_gather_objects(outcome, "peers")[0]
     return shared
 
 

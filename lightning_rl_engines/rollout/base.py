@@ -63,16 +63,16 @@ class RolloutStrategy(Protocol):
         ...
 
     @property
-    def sequence_parallel_rank(self) -> int:
+    def peer_rank(self) -> int:
         """Place among the ranks that have the same prompts."""
         ...
 
     @property
-    def sequence_parallel_size(self) -> int:
+    def peer_size(self) -> int:
         """How many ranks have the same prompts."""
         ...
 
-    def all_gather_objects(self, obj: Any, group: Literal["data", "world", "sequence"] = ...) -> list[Any]:
+    def all_gather_objects(self, obj: Any, group: Literal["data", "sequence", "peers", "world"] = ...) -> list[Any]:
         """Return the objects of all ranks of the group, in rank order. Collective over the group."""
         ...
 

@@ -150,8 +150,8 @@ class HFRollout(RolloutEngine):
         self._calls = state_dict["calls"]
 
     def _generate_share(self, sequences: list[list[int]], *, greedy: bool) -> list[DecodedSequence]:
-        """Generate this rank's share of the sequences and gather those of its sequence peers."""
-        rank, size = self._strategy.sequence_parallel_rank, self._strategy.sequence_parallel_size
+        """Generate this rank's share of the sequences and gather those of the ranks with the same prompts."""
+        rank, size = self._strategy.peer_rank, self._strategy.peer_size
         mine = list(range(len(sequences)))[rank::size]
         # Sequences of like length go together: less padding.
         mine.sort(key=lambda index: len(sequences[index]))
@@ -179,7 +179,7 @@ class HFRollout(RolloutEngine):
             )
             done.update(zip(batch, decoded, strict=True))
         if size > 1:
-            for other in self._strategy.all_gather_objects(done, group="sequence"):
+            for other in self._strategy.all_gather_objects(done, group="peers"):
                 done.update(other)
         return [done[index] for index in range(len(sequences))]
 

@@ -79,6 +79,19 @@ class ParallelDegrees:
             )
         return replace(self, shard=shard)
 
+    def peers(self) -> list[list[int]]:
+        """The ranks that share each data rank; degrees are resolved."""
+        row = self.context * self.tensor  # neighbours
+        starts = [[stage * self.data * row + data * row for stage in range(self.pipeline)] for data in range(self.data)]
+        return [[start + place for start in stages for place in range(row)] for stages in starts]
+
+    def describe(self) -> str:
+        """Name the axes that have more than one rank, such as ``"2 shard x 2 tensor ranks, experts over 2"``."""
+        names = ("pipeline", "replicate", "shard", "context", "tensor")
+        sizes = [f"{getattr(self, name)} {name}" for name in names if getattr(self, name) > 1]
+        experts = f", experts over {self.expert}" if self.expert > 1 else ""
+        return f"{' x '.join(sizes)} ranks{experts}" if sizes else "1 rank"
+
     @property
     def data(self) -> int:
         """Ranks that hold different documents."""

@@ -20,7 +20,8 @@ from lightning_rl_engines.strategies.global_batch import GlobalBatch
 from lightning_rl_engines.strategies.loss_scale import LossScale
 from lightning_rl_engines.strategies.passes import BatchOutput, Forward, LossFunction, module_mode
 
-GroupName: TypeAlias = Literal["data", "sequence", "world"]
+GroupName: TypeAlias = Literal["data", "sequence", "peers", "world"]
+"""Ranks with other documents, ranks that share a row, ranks that share a data rank in any way, and all ranks."""
 
 WeightsMode: TypeAlias = Literal["full", "merged", "adapter"]
 """Which weights are streamed: those of the model, base plus adapter, or the adapter alone."""
@@ -64,6 +65,21 @@ class Engine(ABC):
     @abstractmethod
     def sequence_parallel_group(self) -> ProcessGroup | None:
         """Ranks that share a row; ``None`` for one."""
+
+    @property
+    def peer_size(self) -> int:
+        """Number of ranks that share this data rank: sequence, context, tensor and pipeline peers."""
+        return self.sequence_parallel_size
+
+    @property
+    def peer_rank(self) -> int:
+        """This rank's place among them."""
+        return self.sequence_parallel_rank
+
+    @property
+    def layout(self) -> str:
+        """What the ranks are to each other, in words, such as ``"2 data x 2 sequence ranks"``."""
+        return f"{self.data_parallel_size} data x {self.sequence_parallel_size} sequence ranks"
 
     @property
     @abstractmethod

@@ -58,12 +58,18 @@ class MeshRanks(RowPasses):
     def sequence_parallel_group(self) -> ProcessGroup | None:
         return self.mesh["sp"].get_group() if self.sequence_parallel_size > 1 else None
 
+    @property
+    def _peer_group(self) -> ProcessGroup | None:
+        """Ranks that share this data rank; ``None`` for one."""
+        return self.sequence_parallel_group
+
     @override
     def all_gather_objects(self, item: Any, group: GroupName = "world") -> list[Any]:
         groups = {
             "world": dist.group.WORLD if self.mesh.size() > 1 else None,
             "data": self.data_parallel_group,
             "sequence": self.sequence_parallel_group,
+            "peers": self._peer_group,
         }
         chosen = groups[group]
         if chosen is None:

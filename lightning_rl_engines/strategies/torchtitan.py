@@ -26,6 +26,7 @@ from lightning_rl_engines.sequence.context_parallel import row_multiple, row_ord
 from lightning_rl_engines.strategies.base import EngineStrategy
 from lightning_rl_engines.strategies.degrees import SCHEDULES, LoadBalancer, ParallelDegrees, Schedule
 from lightning_rl_engines.strategies.engine import WeightsMode
+from lightning_rl_engines.strategies.pipeline import PipelinePasses
 from lightning_rl_engines.strategies.validation import require_engine_models
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_rl_engines.models.titan.token_model import TitanTokenModel
 
 
-class TorchTitanStrategy(EngineStrategy, ModelParallelStrategy):  # type: ignore[misc]  # EngineStrategy narrows
+class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):  # type: ignore[misc]  # EngineStrategy narrows
     """torchtitan's models, built from a Hugging Face configuration and its weights.
 
     The degrees multiply to the number of ranks; experts are spread over ranks that are counted already. Arguments bear
@@ -62,7 +63,7 @@ class TorchTitanStrategy(EngineStrategy, ModelParallelStrategy):  # type: ignore
         offload_optimizer: Keep optimizer state in host memory outside ``train_mode``.
         reduce_dtype: Type that gradients are reduced in where compute is in half precision.
         defer_gradient_sync: Reduce gradients on the last micro-batch only. Saves communication and keeps an unsharded
-            gradient, in the type of reduction, on every rank. With pipeline parallelism that is always so.
+            gradient, in the type of reduction, on every rank.
         async_checkpoint: Write checkpoints in the background; see :class:`FSDPUlyssesStrategy`.
         process_group_backend: Backend of ``torch.distributed``; by default gloo on CPU, gloo and NCCL on CUDA.
         timeout_seconds: How long a collective may take before the run is given up.
@@ -140,6 +141,7 @@ class TorchTitanStrategy(EngineStrategy, ModelParallelStrategy):  # type: ignore
         self.cpu_offload = cpu_offload
         self.defer_gradient_sync = defer_gradient_sync
         self._titan_options: TitanOptions | None = None
+        self._peers: dist.ProcessGroup | None = None
 
     @classmethod
     @override
@@ -164,6 +166,7 @@ class TorchTitanStrategy(EngineStrategy, ModelParallelStrategy):  # type: ignore
             mesh_dim_names=("pp", "dp", "sp", "tp"),
         )
         self._set_timeouts([self._mesh])
+        self._peers, _ = dist.new_subgroups_by_enumeration(degrees.peers(), timeout=self._timeout)
         self._titan_options = self._make_options()
 
     def _check_options(self) -> None:
@@ -260,8 +263,24 @@ class TorchTitanStrategy(EngineStrategy, ModelParallelStrategy):  # type: ignore
     # ---- engine: rows ----
 
     @property
-    def _pipeline_group(self) -> dist.ProcessGroup | None:
-        return self.mesh["pp"].get_group() if self.degrees.pipeline > 1 else None
+    @override
+    def _peer_group(self) -> dist.ProcessGroup | None:
+        return self._peers if self.peer_size > 1 else None
+
+    @property
+    @override
+    def peer_size(self) -> int:
+        return self.world_size // self.data_parallel_size
+
+    @property
+    @override
+    def peer_rank(self) -> int:
+        return self.degrees.peers()[self.data_parallel_rank].index(self.global_rank)
+
+    @property
+    @override
+    def layout(self) -> str:
+        return self.degrees.describe()
 
     @property
     @override
@@ -276,13 +295,6 @@ class TorchTitanStrategy(EngineStrategy, ModelParallelStrategy):  # type: ignore
         if self.degrees.context == 1 or self.context_parallel_load_balancer is None:
             return None
         return partial(row_order, self.context_parallel_load_balancer)
-
-    @property
-    @override
-    def _counts_results(self) -> bool:
-        # Tensor-parallel peers find the same losses; only the last stage of a pipeline finds any.
-        last_stage = self.mesh["pp"].get_local_rank() == self.degrees.pipeline - 1
-        return last_stage and self.mesh["tp"].get_local_rank() == 0
 
     # ---- engine: gradients ----
 

@@ -21,13 +21,13 @@ class StubStrategy:
 
     def __init__(self, *, data_rank: int = 0, sequence_rank: int = 0, sequence_size: int = 1) -> None:
         self.data_parallel_rank = data_rank
-        self.sequence_parallel_rank = sequence_rank
-        self.sequence_parallel_size = sequence_size
+        self.peer_rank = sequence_rank
+        self.peer_size = sequence_size
         self.gathered: list[Any] = []
         self.sent: list[Any] = []
 
     def all_gather_objects(self, obj: Any, group: str = "data") -> list[Any]:
-        assert group == "sequence"
+        assert group == "peers"
         self.sent.append(obj)
         return [obj, *self.gathered]
 

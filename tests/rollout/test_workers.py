@@ -19,11 +19,11 @@ class _PeerStrategy:
     data_parallel_rank = 0
 
     def __init__(self) -> None:
-        self.sequence_parallel_rank = dist.get_rank()
-        self.sequence_parallel_size = dist.get_world_size()
+        self.peer_rank = dist.get_rank()
+        self.peer_size = dist.get_world_size()
 
     def all_gather_objects(self, obj: Any, group: str = "data") -> list[Any]:
-        assert group == "sequence"
+        assert group == "peers"
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, obj)
         return gathered

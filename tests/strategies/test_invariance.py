@@ -59,8 +59,14 @@ def _loss(aggregation: str) -> PolicyLoss:
     )
 
 
-def run_case(folder: str, documents: Documents, case: dict[str, Any]) -> tuple[float, dict[str, Any], dict[str, Any]]:
-    """On a rank: loss, metrics and gradients of one case."""
+def run_case(
+    folder: str,
+    documents: Documents,
+    case: dict[str, Any],
+    engine: str = "fsdp_ulysses",
+    options: dict[str, Any] | None = None,
+) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """On a rank: loss, metrics and gradients of one case, and further options of the engine."""
 
     def body(module: EngineModule) -> Any:
         engine = module.engine
@@ -81,14 +87,20 @@ def run_case(folder: str, documents: Documents, case: dict[str, Any]) -> tuple[f
 
     return with_engine(
         body,
-        ModelConfig(path=folder, gradient_checkpointing=case["checkpointing"]),
-        ulysses_sp_size=case["layout"][1],
-        fsdp_size=case["fsdp_size"],
+        ModelConfig(path=folder, gradient_checkpointing=bool(case["checkpointing"])),
+        engine=engine,
         defer_gradient_sync=case["defer"],
+        **(options or {}),
     )
 
 
 def check_case(case: dict[str, Any]) -> None:
+    options = {"ulysses_sp_size": case["layout"][1], "fsdp_size": case["fsdp_size"]}
+    compare_with_reference(case, case["layout"][0], "fsdp_ulysses", options)
+
+
+def compare_with_reference(case: dict[str, Any], world: int, engine: str, options: dict[str, Any]) -> None:
+    """Run a case on ``world`` ranks, and compare everything with the plain model."""
     folder = str(tiny_model_folder(case["model"]))
     documents = make_documents(folder, vocabulary=97 if case["model"] == "odd_vocab" else 64)
     expected_metrics: dict[str, float] = {}
@@ -100,7 +112,7 @@ def check_case(case: dict[str, Any]) -> None:
 
     expected_loss, expected = reference_gradients(folder, loss)
     expected_metrics["grad_norm"] = float(torch.cat([item.flatten() for item in expected.values()]).norm())
-    results = run_workers(case["layout"][0], run_case, folder, documents, case)
+    results = run_workers(world, run_case, folder, documents, case, engine, options)
     for found_loss, metrics, gradients in results:
         assert found_loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
         for name, value in expected_metrics.items():
