@@ -1,5 +1,6 @@
 """Weights out, one tensor at a time: what is exported, how it is gathered, where it goes."""
 
+from lightning_rl_engines.export.dtensors import Piece, PieceNames, Transform, stream_dtensors
 from lightning_rl_engines.export.folder import HFFolderSink
 from lightning_rl_engines.export.lora import stream_merged_parameters
 from lightning_rl_engines.export.plan import ExportEntry, ExportPlan, plan_from_hf_model
@@ -24,10 +25,14 @@ __all__ = [
     "LoRAInferenceClient",
     "MemorySink",
     "ModuleSink",
+    "Piece",
+    "PieceNames",
+    "Transform",
     "WeightSink",
     "drain",
     "plan_from_hf_model",
     "receiver_wants_base",
+    "stream_dtensors",
     "stream_full_gradients",
     "stream_full_parameters",
     "stream_merged_parameters",
