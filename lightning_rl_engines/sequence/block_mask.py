@@ -62,7 +62,7 @@ def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """``[1, 1, Q]``: how many blocks of keys are True for each block of queries; ``[1, 1, Q, K]``: they first, then all."""
+    """``[1, 1, Q]``, how many blocks of keys are True for each block of queries; ``[1, 1, Q, K]``, all, these first."""
     numbers = blocks.sum(1, dtype=torch.int32)
     indices = blocks.int().argsort(dim=1, descending=True, stable=True).int()
     return numbers[None, None], indices[None, None]
