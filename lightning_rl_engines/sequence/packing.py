@@ -210,11 +210,7 @@ def pack_row(
     owners, lengths = _layout(experience, documents, sequence_size, pad_to, multiple_of)
     starts = list(accumulate(lengths, initial=0))
     total = starts[-1]
-    local = total // sequence_size
-    here: slice | Tensor = slice(sequence_rank * local, (sequence_rank + 1) * local)
-    permutation = None if order is None else _permutation(order, tuple(starts), sequence_size)
-    if permutation is not None:
-        here = permutation[here]
+    permutation, here = _places(order, tuple(starts), sequence_size, sequence_rank)
     document_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position_ids = torch.arange(total) - torch.tensor(starts[:-1]).index_select(0, document_ids)
     tokens = experience.token_indices(documents)
@@ -257,15 +253,22 @@ def pack_row(
     )
 
 
-def _permutation(order: RowOrder, cu_seqlens: tuple[int, ...], sequence_size: int) -> Tensor:
-    permutation = order(cu_seqlens, sequence_size)
+def _places(
+    order: RowOrder | None, cu_seqlens: tuple[int, ...], sequence_size: int, sequence_rank: int
+) -> tuple[Tensor | None, Tensor | slice]:
+    """The permutation of the row, if any, and what a rank takes of the row's positions."""
     total = cu_seqlens[-1]
+    local = total // sequence_size
+    here = slice(sequence_rank * local, (sequence_rank + 1) * local)
+    if order is None:
+        return None, here
+    permutation = order(cu_seqlens, sequence_size)
     if permutation.dtype != torch.int64 or not torch.equal(permutation.sort().values, torch.arange(total)):
         raise ValueError(
             f"order made {permutation.dtype} {tuple(permutation.shape)}, which is no permutation of the row's {total} "
             f"positions; return int64 numbers 0 to {total - 1} on the CPU, for instance torch.arange({total})"
         )
-    return permutation
+    return permutation, permutation[here]
 
 
 def _last_of_each(mask: Tensor, document_ids: Tensor, count: int) -> Tensor:

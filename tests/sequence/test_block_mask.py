@@ -13,7 +13,7 @@ from lightning_rl_engines.sequence.block_mask import make_block_mask
 from lightning_rl_engines.sequence.context_parallel import BALANCERS, row_multiple, row_order
 
 
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=12, derandomize=True, deadline=None)
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=5),
     st.sampled_from([None, 1, 64, 200]),

@@ -107,14 +107,13 @@ def test_flex_attention_without_gradients_equals_the_definition(name, window, wi
     *tensors, _, sinks = tensors_of(SHAPES[name])
     run = partial(attend, sinks=sinks if with_sinks else None, window=window, kernel="packed_flex")
     torch.testing.assert_close(run(micro_batch_of(), tensors), expected, rtol=1e-11, atol=1e-12)
-    for balancer in BALANCERS:
-        for rank in range(2):
-            micro_batch = micro_batch_of(balancer, 2, rank)
-            order = micro_batch.row.order
-            here = order.chunk(2)[rank]
-            part = [tensors[0][:, here], tensors[1][:, order], tensors[2][:, order]]
-            output = run(micro_batch, part, context_parallel=True)
-            torch.testing.assert_close(output, expected[:, here], rtol=1e-11, atol=1e-12)
+    for rank in range(2):
+        micro_batch = micro_batch_of("ptrr", 2, rank)
+        order = micro_batch.row.order
+        here = order.chunk(2)[rank]
+        part = [tensors[0][:, here], tensors[1][:, order], tensors[2][:, order]]
+        output = run(micro_batch, part, context_parallel=True)
+        torch.testing.assert_close(output, expected[:, here], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("context_parallel", [False, True])
