@@ -46,6 +46,7 @@ __all__ = [
     "return_hidden_states",
     "revert_weight_conversion",
     "set_adapter_disabled",
+    "sharding_of",
 ]
 
 
@@ -147,3 +148,8 @@ def keys_to_ignore_on_load(hf_config: Any) -> tuple[str, ...]:
 def return_hidden_states(decoder: Any) -> None:
     """Let a torchtitan decoder leave its head to the caller; its own chunked loss sets the same private attribute."""
     decoder._skip_lm_head = True
+
+
+def sharding_of(module: Any) -> Any:
+    """How torchtitan will shard a built module; it keeps what the configuration said in a private attribute."""
+    return module._sharding_config

@@ -5,7 +5,6 @@ gathered only inside its own forward pass. Everything here therefore enters them
 """
 
 import copy
-import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 from lightning_rl_engines import _compat
 from lightning_rl_engines.export.plan import ExportEntry, ExportPlan, plan_from_hf_model
+from lightning_rl_engines.models.fingerprint import fingerprint, sample_bits, sampled
 from lightning_rl_engines.models.lora_config import WEIGHTS_FILE
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ def inject_adapter(hf: "PreTrainedModel", config: "ModelConfig", lora: "LoraConf
     """
     from peft import inject_adapter_in_model
 
-    base_plan, fingerprint = plan_from_hf_model(hf), _fingerprint(hf)
+    base_plan = plan_from_hf_model(hf)
+    base = _fingerprint(hf, base_plan)
     places = {(module, name): path for path, module, name in _tensors(hf)}
     resolved = _resolve(lora, config)
     # peft draws weights that are not kept, on ranks with meta tensors fewer: the process's generator is not for that.
@@ -103,7 +104,7 @@ def inject_adapter(hf: "PreTrainedModel", config: "ModelConfig", lora: "LoraConf
         for part in ("lora_A", "lora_B"):
             weight = getattr(layer, part)[ADAPTER].weight
             entries.append(_entry(f"{path}.{part}.weight", f"{path}.{part}.{ADAPTER}.weight", weight))
-    for path, wrapper in _trained_wrappers(hf):
+    for path, wrapper in trained_wrappers(hf):
         trained = wrapper.modules_to_save[ADAPTER].float()
         inside = f"{path}.modules_to_save.{ADAPTER}"
         for name, tensor in trained.state_dict().items():
@@ -111,11 +112,12 @@ def inject_adapter(hf: "PreTrainedModel", config: "ModelConfig", lora: "LoraConf
             merged_names[f"{inside}.{name}"] = merged_names.pop(original)
             entries.append(_entry(f"{path}.{name}", f"{inside}.{name}", tensor))
     plan = ExportPlan(tuple(entries), num_parameters=sum(torch.Size(entry.shape).numel() for entry in entries))
-    adapter = Adapter(resolved, plan, base_plan, base_names, merged_names, fingerprint)
+    adapter = Adapter(resolved, plan, base_plan, base_names, merged_names, base)
     if not any(parameter.is_meta for parameter in hf.parameters()):
-        _initialize(hf, resolved, config.seed)
+        for _ in fresh_weights(hf, resolved, config.seed):
+            pass  # they are drawn in place
         if config.adapter is not None:
-            load_adapter(hf, plan, _read_weights(config.adapter), f"adapter={config.adapter!r}")
+            load_adapter(hf, plan, read_adapter_weights(config.adapter), f"adapter={config.adapter!r}")
     return adapter
 
 
@@ -125,18 +127,27 @@ def load_adapter(hf: nn.Module, plan: ExportPlan, tensors: Mapping[str, Tensor],
     Raises:
         ValueError: Names or shapes differ from those of the model's adapter.
     """
-    expected = {entry.name: entry for entry in plan.entries}
-    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    shapes = [name for name in expected.keys() & tensors.keys() if tuple(tensors[name].shape) != expected[name].shape]
-    if missing or unknown or shapes:
-        raise ValueError(
-            f"{source} does not fit the model: missing {missing[:3]}, unknown {unknown[:3]}, of another shape "
-            f"{sorted(shapes)[:3]}; use the base model that it was trained on."
-        )
+    require_fit(plan, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
     state = hf.state_dict()
     with torch.no_grad():
-        for name, entry in expected.items():
-            state[entry.source].copy_(tensors[name])
+        for entry in plan.entries:
+            state[entry.source].copy_(tensors[entry.name])
+
+
+def require_fit(plan: ExportPlan, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Refuse an adapter whose tensors are not those of the plan.
+
+    Raises:
+        ValueError: Names or shapes differ.
+    """
+    expected = {entry.name: entry.shape for entry in plan.entries}
+    missing, unknown = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+    other = sorted(name for name in expected.keys() & shapes.keys() if shapes[name] != expected[name])
+    if missing or unknown or other:
+        raise ValueError(
+            f"{source} does not fit the model: missing {missing[:3]}, unknown {unknown[:3]}, of another shape "
+            f"{other[:3]}; use the base model that it was trained on."
+        )
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -146,10 +157,54 @@ def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
+def fresh_weights(hf: nn.Module, lora: "LoraConfig", seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Draw the weights of adapted layers anew, layer by layer and in place, and yield them under their names.
+
+    peft drew them from the process's generator and rounded them to the base. Layers on meta get theirs on the host,
+    for as long as they are looked at: every engine starts from the same numbers.
+    """
+    state: Tensor | None = None
+    for path, layer in lora_layers(hf):
+        parts = {name: getattr(layer, name)[ADAPTER] for name in ("lora_A", "lora_B")}
+        is_meta = parts["lora_A"].weight.is_meta
+        # The generator is borrowed for one layer at a time: it is the caller's in between.
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            if state is None:
+                torch.manual_seed(seed)
+            else:
+                torch.set_rng_state(state)
+            for part in parts.values():
+                if is_meta:
+                    part.to_empty(device="cpu")
+                part.reset_parameters()
+            layer.reset_lora_parameters(ADAPTER, lora.init_lora_weights)
+            state = torch.get_rng_state()
+        for name, part in parts.items():
+            yield f"{path}.{name}.{ADAPTER}.weight", part.weight.detach()
+            if is_meta:
+                part.to("meta")
+
+
+def read_adapter_weights(folder: str) -> dict[str, Tensor]:
+    """Return the tensors of an adapter folder by name."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(folder) / WEIGHTS_FILE)
+    rank_zero_info(f"The adapter starts from {folder}.")
+    return tensors
+
+
+def trained_wrappers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return peft's wrappers of ``modules_to_save`` with their names."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+
+
 def adapter_units(model: nn.Module) -> list[nn.Module]:
     """Return the modules that hold the trained weights of a model, each to be sharded by itself."""
     parts = [part[ADAPTER] for _, layer in lora_layers(model) for part in (layer.lora_A, layer.lora_B)]
-    return [*parts, *(wrapper.modules_to_save[ADAPTER] for _, wrapper in _trained_wrappers(model))]
+    return [*parts, *(wrapper.modules_to_save[ADAPTER] for _, wrapper in trained_wrappers(model))]
 
 
 @contextmanager
@@ -159,7 +214,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: The model has no adapter.
     """
-    modules: list[Any] = [*(layer for _, layer in lora_layers(model)), *(item for _, item in _trained_wrappers(model))]
+    modules: list[Any] = [*(layer for _, layer in lora_layers(model)), *(item for _, item in trained_wrappers(model))]
     if not modules:
         raise ValueError("disable_adapter(model) needs a model with an adapter; build it with ModelConfig(lora=...).")
     before = [module.disable_adapters for module in modules]
@@ -270,7 +325,7 @@ def _check_targets(hf: "PreTrainedModel", lora: "LoraConfig") -> None:
             )
         _refuse_tied(path, base, owners, "target_modules")
     blocks = set(hf._no_split_modules or ())
-    for path, wrapper in _trained_wrappers(hf):
+    for path, wrapper in trained_wrappers(hf):
         _refuse_tied(path, wrapper.original_module, owners, "modules_to_save")
         for inner in wrapper.original_module.modules():
             if isinstance(inner, LoraLayer) or type(inner).__name__ in blocks:
@@ -279,7 +334,7 @@ def _check_targets(hf: "PreTrainedModel", lora: "LoraConfig") -> None:
                     "or adapters; name smaller modules, or take them out of target_modules."
                 )
     for wanted in lora.modules_to_save or ():
-        if not any(path.split(".")[-1] == wanted or path.endswith(wanted) for path, _ in _trained_wrappers(hf)):
+        if not any(path.split(".")[-1] == wanted or path.endswith(wanted) for path, _ in trained_wrappers(hf)):
             raise ValueError(
                 f"LoraConfig(modules_to_save={lora.modules_to_save!r}): no module is called {wanted!r}; names are like "
                 "'lm_head' or 'embed_tokens'."
@@ -308,32 +363,8 @@ def _enter_head_through_module(hf: "PreTrainedModel") -> None:
         head.lora_B[ADAPTER] = HeadLinear.of(cast(nn.Linear, head.lora_B[ADAPTER]))
 
 
-def _initialize(hf: nn.Module, lora: "LoraConfig", seed: int) -> None:
-    """Draw the adapter's weights anew: peft drew them from the process's generator and rounded them to the base."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        for _, layer in lora_layers(hf):
-            for part in (layer.lora_A, layer.lora_B):
-                part[ADAPTER].reset_parameters()
-            layer.reset_lora_parameters(ADAPTER, lora.init_lora_weights)
-
-
-def _read_weights(folder: str) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    tensors = load_file(Path(folder) / WEIGHTS_FILE)
-    rank_zero_info(f"The adapter starts from {folder}.")
-    return tensors
-
-
 def _entry(name: str, source: str, tensor: Tensor) -> ExportEntry:
     return ExportEntry(f"{_PEFT_PREFIX}{name}", tuple(tensor.shape), tensor.dtype, source)
-
-
-def _trained_wrappers(model: nn.Module) -> list[tuple[str, Any]]:
-    from peft.utils.other import ModulesToSaveWrapper
-
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -343,17 +374,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield f"{path}.{name}" if path else name, module, name
 
 
-def _fingerprint(hf: nn.Module) -> str:
-    """Hash names, shapes and evenly spaced samples of all weights; empty on meta.
-
-    Samples are rounded to bf16 first: a base may be stored in another type and is still the same base.
-    """
-    digest, samples = hashlib.sha256(), 64
-    for name, parameter in hf.named_parameters():
-        if parameter.is_meta:
-            return ""
-        flat = parameter.detach().reshape(-1)
-        chosen = flat[:: max(1, flat.numel() // samples)].to(torch.bfloat16)
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(chosen.view(torch.int16).cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _fingerprint(hf: nn.Module, plan: ExportPlan) -> str:
+    """Fingerprint of a plain model; empty on meta."""
+    state = hf.state_dict()
+    if any(parameter.is_meta for parameter in hf.parameters()):
+        return ""
+    pieces = (piece for source in plan.by_source for piece in plan.pieces(source, state[source]))
+    bits = {name: sample_bits(piece.reshape(-1)[:: sampled(tuple(piece.shape)).step]) for name, piece in pieces}
+    return fingerprint((entry.name, entry.shape, bits[entry.name]) for entry in plan.entries)

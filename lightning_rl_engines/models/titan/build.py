@@ -24,6 +24,8 @@ from lightning_rl_engines.models.titan.attention import PackedAttention, select_
 from lightning_rl_engines.models.titan.families import TitanSpec, titan_spec
 from lightning_rl_engines.models.titan.heads import log_prob_head, value_head
 from lightning_rl_engines.models.titan.loading import load_weights
+from lightning_rl_engines.models.titan.lora import TitanAdapter, adapt, plan_adapter
+from lightning_rl_engines.models.titan.lora_weights import lora_options, start_adapter
 from lightning_rl_engines.models.titan.names import HFNames
 from lightning_rl_engines.models.titan.stages import Stage, check_sizes, cut_stages
 from lightning_rl_engines.models.titan.token_model import AttentionOptions, TitanTokenModel, share_caches
@@ -91,7 +93,11 @@ def build_titan_model(
         prepared.hf_config,
         gather=options.gather,
         tied=spec.model.enable_weight_tying,
+        plain_name=str if prepared.adapter is None else prepared.adapter.plain_name,
     )
+    adapter = None
+    if prepared.adapter is not None:
+        adapter = start_adapter(parts, prepared.adapter, config, prepared.names, options.gather)
     share_caches(parts)
     return TitanTokenModel(
         parts,
@@ -101,6 +107,7 @@ def build_titan_model(
         export_plan=prepared.plan,
         names=prepared.names,
         attention=AttentionOptions(prepared.kernel, options.dims.cp_enabled, _sliding_window(spec.model)),
+        adapter=adapter,
     )
 
 
@@ -114,6 +121,7 @@ class _Prepared:
     plan: ExportPlan
     kernel: str
     stages: Sequence[Stage]
+    adapter: TitanAdapter | None
 
 
 def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *, trainable: bool) -> _Prepared:
@@ -141,11 +149,15 @@ def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *
     names = spec.names.for_value_head() if critic else spec.names
     plan = _plan(hf, names)
     stages = cut_stages(model, options.parallelism, dims, dtype=dtype)
+    lora = lora_options(config)
+    adapter = None if lora is None else plan_adapter(hf, config, lora, names, plan)
     for stage in stages:
+        if adapter is not None:
+            adapt(stage.model, adapter)
         _freeze(stage.model, names, config.freeze)
         if not trainable:
             stage.model.requires_grad_(False)
-    return _Prepared(hf.config, replace(spec, model=model), names, plan, kernel, stages)
+    return _Prepared(hf.config, replace(spec, model=model), names, plan, kernel, stages, adapter)
 
 
 def _refuse_options(config: "ModelConfig") -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import spmd_types as spmd
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.linear import Linear
@@ -52,13 +52,14 @@ class LogProbHead(Linear):
             Log-probabilities and entropies, fp32 ``[P]``.
         """
         # Each rank's shard gives one summand of the gradient of the hidden states.
-        rows = _local(hidden, Partial())[0].index_select(0, predicted)
+        rows = local_part(hidden, Partial())[0].index_select(0, predicted)
         weight, bias = self.weight, self.bias
         start, group = 0, None
         if isinstance(weight, DTensor):
             start, group = _first_row(weight), weight.device_mesh.get_group()
             weight = weight.to_local(grad_placements=weight.placements)
             bias = None if bias is None else bias.to_local(grad_placements=bias.placements)
+        rows, weight = self.extend(rows, weight)
         return vocab_parallel_linear_log_prob(
             rows,
             weight,
@@ -70,6 +71,10 @@ class LogProbHead(Linear):
             inv_temperature=inv_temperature,
             calculate_entropy=calculate_entropy,
         )
+
+    def extend(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is multiplied: ``[P, D]`` and this rank's ``[V, D]``, or both with further columns."""
+        return rows, weight
 
 
 class ValueHead(Linear):
@@ -87,9 +92,9 @@ class ValueHead(Linear):
             hidden: ``[1, L, D]``, the same on all tensor-parallel ranks.
             predicted: int64 ``[P]``, the places that are valued.
         """
-        rows = _local(hidden, Replicate())[0].index_select(0, predicted)
-        bias = None if self.bias is None else _local(self.bias, Replicate())
-        return F.linear(rows, _local(self.weight, Replicate()), bias)[:, 0].float()
+        rows = local_part(hidden, Replicate())[0].index_select(0, predicted)
+        bias = None if self.bias is None else local_part(self.bias, Replicate())
+        return F.linear(rows, local_part(self.weight, Replicate()), bias)[:, 0].float()
 
 
 def log_prob_head(plain: Linear.Config) -> LogProbHead.Config:
@@ -116,8 +121,8 @@ def value_head(plain: Linear.Config, *, bias: bool) -> ValueHead.Config:
     )
 
 
-def _local(tensor: Tensor, gradient: Partial | Replicate) -> Tensor:
-    """The tensor on this rank; ``gradient`` says what the ranks' gradients of it are to each other."""
+def local_part(tensor: Tensor, gradient: Placement) -> Tensor:
+    """Return the tensor on this rank; ``gradient`` says what the ranks' gradients of it are to each other."""
     return tensor.to_local(grad_placements=[gradient]) if isinstance(tensor, DTensor) else tensor
 
 

@@ -41,6 +41,7 @@ def load_weights(
     *,
     gather: Callable[[Any], list[Any]],
     tied: bool,
+    plain_name: Callable[[str], str | None] = str,
 ) -> None:
     """Fill every parameter and persistent buffer of a sharded model in place; collective over the world.
 
@@ -58,6 +59,8 @@ def load_weights(
         hf_config: Its Hugging Face configuration.
         gather: Returns the host objects of all ranks, in rank order.
         tied: Whether the head shares the embedding's parameter.
+        plain_name: Maps a name in the model to one that ``names`` knows; ``None`` for what no save holds, such as an
+            adapter, which is left alone.
 
     Raises:
         ValueError: On all ranks: files cannot be read, or hold too little, too much or other shapes, with names.
@@ -65,7 +68,8 @@ def load_weights(
     parts = [model] if isinstance(model, nn.Module) else list(model)
     head = config.head == "value"
     names = names.for_value_head() if head else names
-    state = {name: tensor for part in parts for name, tensor in part.state_dict().items()}
+    held = ((plain_name(name), tensor) for part in parts for name, tensor in part.state_dict().items())
+    state = {name: tensor for name, tensor in held if name is not None}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     manifest, source = _find_source(config, state, gather)
     # Stages of a pipeline hold different layers: what a file must hold is what all of them expect.

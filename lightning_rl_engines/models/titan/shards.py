@@ -40,8 +40,36 @@ class LocalShard:
             whole: The piece as a tensor, or as anything that gives one for a tuple of slices, such as a slice of a
                 safetensors file: only the part in question is read.
         """
+        if self.holds(piece):
+            target, indices = self._part(piece)
+            target.copy_(_read(whole, indices))
+
+    @torch.no_grad()
+    def sample(self, piece: HFPiece, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which of some elements of a piece are on this rank, and their values.
+
+        Args:
+            piece: The piece.
+            wanted: int64 indices into the flattened piece.
+
+        Returns:
+            A bool mask like ``wanted``, on the host, and a value for each ``True`` in it.
+        """
         if not self.holds(piece):
-            return
+            return torch.zeros_like(wanted, dtype=torch.bool), self.local.new_empty(0)
+        target, indices = self._part(piece)
+        held, places = torch.ones_like(wanted, dtype=torch.bool), []
+        for coordinate, index, size in zip(
+            torch.unravel_index(wanted, piece.shape_in(self.shape)), indices, piece.shape_in(self.shape), strict=True
+        ):
+            place = torch.full((size,), -1)
+            place[index] = torch.arange(len(index))
+            places.append(place[coordinate])
+            held &= places[-1] >= 0
+        return held, target[tuple(place[held].to(target.device) for place in places)]
+
+    def _part(self, piece: HFPiece) -> tuple[Tensor, list[Tensor]]:
+        """This rank's part of a piece, a view, and which indices of the piece that is."""
         target, indices = self.local, self.indices
         if piece.expert is not None:
             target = target[int((indices[0] == piece.expert).nonzero())]
@@ -49,7 +77,7 @@ class LocalShard:
         if piece.transposed:
             target = target.mT
             indices = [*indices[:-2], indices[-1], indices[-2]]
-        target.copy_(_read(whole, indices))
+        return target, indices
 
 
 def _indices(tensor: Tensor, dim: int) -> Tensor:

@@ -1,6 +1,7 @@
 """A torchtitan decoder, whole or the stages of a pipeline that a rank holds, as a token model."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from typing_extensions import override
 from lightning_rl_engines.algorithms.outputs import TokenOutputs
 from lightning_rl_engines.models.cost import document_cost
 from lightning_rl_engines.models.titan.attention import RowMask, row_mask
+from lightning_rl_engines.models.titan.lora import adapters_disabled
 from lightning_rl_engines.models.titan.names import HFNames
 from lightning_rl_engines.models.token_model import TokenModel, inverse_temperature, scatter_predicted
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from lightning_rl_engines.export.plan import ExportPlan
     from lightning_rl_engines.models.config import ModelConfig
+    from lightning_rl_engines.models.lora import Adapter
     from lightning_rl_engines.sequence.packing import MicroBatch
 
 
@@ -49,6 +52,7 @@ class TitanTokenModel(TokenModel):
         export_plan: What a Hugging Face save of the whole model holds; sources are torchtitan's names.
         names: Where each tensor of a save lies.
         attention: How masks of rows are made.
+        adapter: What the parts were given to train, if anything.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class TitanTokenModel(TokenModel):
         export_plan: "ExportPlan",
         names: HFNames,
         attention: AttentionOptions,
+        adapter: "Adapter | None" = None,
     ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
@@ -70,6 +75,16 @@ class TitanTokenModel(TokenModel):
         self.export_plan = export_plan
         self.names = names
         self.attention = attention
+        self._adapter = adapter
+
+    @property
+    @override
+    def adapter(self) -> "Adapter | None":
+        return self._adapter
+
+    @override
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        return super().disable_adapter() if self._adapter is None else adapters_disabled(self)
 
     @property
     @override
