@@ -17,7 +17,10 @@ EXAMPLES = REPOSITORY / "examples"
 CONFIGS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 # Beyond devices, steps and folders; a new example needs no entry.
-SMALLER = {"grpo_quickstart.yaml": ("--model.rollout.num_generations=2", "--model.mini_batches=2")}
+SMALLER = {
+    "grpo_quickstart.yaml": ("--model.rollout.num_generations=2", "--model.mini_batches=2"),
+    "grpo_moe.yaml": ("--model.rollout.num_generations=2", "--trainer.strategy.expert_parallel_degree=1"),
+}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -89,6 +92,12 @@ def test_the_commands_in_a_configuration_are_valid(capsys, config):
         with pytest.raises(SystemExit) as caught:
             main([*shlex.split(command)[1:], "--print_config"])
         assert caught.value.code == 0, (command, capsys.readouterr().err)
+
+
+def test_one_line_switches_engines(capsys, tmp_path):
+    main([*short("grpo_quickstart.yaml", tmp_path), "--trainer.strategy=torchtitan"])
+    assert "TorchTitanStrategy, 1 rank" in capsys.readouterr().out
+    load_policy(tmp_path / "hf")
 
 
 def test_reinforcement_starts_from_the_warm_up(tmp_path):

@@ -196,6 +196,7 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
         else:
             raise ValueError(f"device={str(device)!r} is unknown here; use 'cpu' or 'device'.")
 
+    @override
     @contextmanager
     def _on_device(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
         self._offloader.load(model=model, optimizer=optimizer)
@@ -205,6 +206,10 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
             self._offloader.offload(
                 model=model if self.offload_param else None, optimizer=optimizer if self.offload_optimizer else None
             )
+
+    @override
+    def _loaded(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._offloader.loaded(model)
 
     # ---- gradients ----
 

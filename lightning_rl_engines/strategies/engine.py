@@ -153,6 +153,10 @@ class Engine(ABC):
         """Context in which model and optimizer are on the device; at exit what is off-loaded by option leaves it."""
 
     @abstractmethod
+    def _loaded(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context in which a model's parameters are on the device; what was off-loaded before goes back at exit."""
+
+    @abstractmethod
     def _plan(
         self,
         model: nn.Module,
@@ -236,7 +240,6 @@ class Engine(ABC):
         """
         if loss_fn is None and not forward_only:
             raise ValueError("loss_fn=None needs forward_only=True; pass a loss, such as PolicyLoss().")
-        self.to("device", model=model)
         experience = experience.to("cpu")  # rows are cut on the host; Lightning may have moved the batch
         call = f"forward_only={forward_only}, calculate_entropy={calculate_entropy}"
         batch = self._plan(
@@ -251,10 +254,11 @@ class Engine(ABC):
         metrics = MetricAccumulator(batch.denominators)
         columns: dict[str, Tensor] = {}
         forward = partial(model, calculate_entropy=calculate_entropy, temperature=temperature)
-        if forward_only:
-            columns = self._infer_rows(model, forward, batch, loss_fn, metrics)
-        else:
-            self._train_rows(model, forward, batch, cast(LossFunction, loss_fn), metrics)
+        with self._loaded(model):
+            if forward_only:
+                columns = self._infer_rows(model, forward, batch, loss_fn, metrics)
+            else:
+                self._train_rows(model, forward, batch, cast(LossFunction, loss_fn), metrics)
         found = metrics.finish(self._gather_results)
         return BatchOutput(found.get("loss"), found, columns, batch.denominators.tokens)
 

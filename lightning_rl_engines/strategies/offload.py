@@ -7,11 +7,13 @@ buffers are allocated once (pinned where there is an accelerator) and reused.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_rl_engines._compat import reshard_root
@@ -111,15 +113,21 @@ class Offloader:
                 self.offload(**{kind: owner})
         self._to_offload_again = []
 
-    def while_loaded(self, model: nn.Module, stream: Iterator[_T]) -> Iterator[_T]:
-        """Iterate over what needs the parameters on the device; they go back to the host if they were there."""
+    @contextmanager
+    def loaded(self, model: nn.Module) -> Iterator[None]:
+        """Context in which a model's parameters are on the device; they go back to the host if they were there."""
         was_offloaded = self._of(model, "model").offloaded
         self.load(model=model)
         try:
-            yield from stream
+            yield
         finally:
             if was_offloaded:
                 self.offload(model=model)
+
+    def while_loaded(self, model: nn.Module, stream: Iterator[_T]) -> Iterator[_T]:
+        """Iterate over what needs the parameters on the device."""
+        with self.loaded(model):
+            yield from stream
 
     def _of(self, owner: object, kind: str) -> HostBuffers:
         return self._buffers.setdefault(owner, {}).setdefault(kind, HostBuffers())
@@ -135,14 +143,14 @@ def _owners(model: nn.Module | None, optimizer: Optimizer | None, grad: nn.Modul
 def model_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield what a model's parameters are stored in; FSDP units must be sharded."""
     for parameter in model.parameters():
-        yield parameter.detach()
+        yield local_part(parameter.detach())
 
 
 def gradient_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield the gradients of a model's parameters."""
     for parameter in model.parameters():
         if parameter.grad is not None:
-            yield parameter.grad
+            yield local_part(parameter.grad)
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -150,7 +158,12 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor) and value.dim() > 0:
-                yield value
+                yield local_part(value)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor; a DTensor is that, wrapped."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 _TENSORS: dict[str, Callable[[Any], Iterator[Tensor]]] = {

@@ -26,6 +26,7 @@ from lightning_rl_engines.sequence.context_parallel import row_multiple, row_ord
 from lightning_rl_engines.strategies.base import EngineStrategy
 from lightning_rl_engines.strategies.degrees import SCHEDULES, LoadBalancer, ParallelDegrees, Schedule
 from lightning_rl_engines.strategies.engine import WeightsMode
+from lightning_rl_engines.strategies.offload import local_part
 from lightning_rl_engines.strategies.pipeline import PipelinePasses
 from lightning_rl_engines.strategies.validation import require_engine_models
 
@@ -322,7 +323,7 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         stage_size = self.world_size // self.degrees.pipeline
         for gradient in gradients:
             # Every rank of a stage holds a part or a replica of every gradient of that stage.
-            square = torch.linalg.vector_norm(_local(gradient), dtype=torch.float64).square()
+            square = torch.linalg.vector_norm(local_part(gradient), dtype=torch.float64).square()
             squares += square.to(squares.device) * _shards(gradient) / stage_size
         if self.world_size > 1:
             dist.all_reduce(squares)
@@ -330,17 +331,13 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         if math.isfinite(max_norm) and bool(torch.isfinite(norm)):
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
-                _local(gradient).mul_(factor.to(gradient.device, _local(gradient).dtype))
+                local_part(gradient).mul_(factor.to(gradient.device, local_part(gradient).dtype))
         return norm
 
 
 def _require(name: str, value: Any, legal: tuple[Any, ...]) -> None:
     if value not in legal:
         raise ValueError(f"{name}={value!r} is unknown; use one of {legal}.")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shards(tensor: Tensor) -> int:

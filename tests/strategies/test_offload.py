@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl_engines import ModelConfig, PolicyLoss
-from lightning_rl_engines.strategies.offload import HostBuffers
+from lightning_rl_engines.strategies.offload import HostBuffers, local_part
 from tests.strategies.reference import Documents, make_documents
 from tests.support import run_workers
 from tests.support.engine import EngineModule, share, with_engine
@@ -16,7 +16,8 @@ from tests.support.models import tiny_model_folder
 
 
 def bytes_on_device(tensors: Any) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    found = [local_part(tensor.detach()).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
 def storages() -> int:
@@ -52,12 +53,23 @@ def train(folder: str, documents: Documents, cycles: int, **strategy: Any) -> An
             notes["storages"].append(storages())
         # Outside the contexts, too, a call finds its parameters.
         columns = engine.infer_batch(module.policy, experience).columns
+        notes["parameter_bytes"].append(bytes_on_device(module.policy.parameters()))
         return weights, columns, notes
 
     return with_engine(body, ModelConfig(path=folder), **strategy)
 
 
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {}), (2, {"fsdp_size": 1}), (4, {"ulysses_sp_size": 2})])
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"fsdp_size": 1}),
+        (4, {"ulysses_sp_size": 2}),
+        (1, {"engine": "torchtitan"}),
+        (4, {"engine": "torchtitan", "tensor_parallel_degree": 2}),
+    ],
+)
 def test_training_with_offload_is_bit_equal_and_frees_the_device(world: int, layout: dict[str, Any]) -> None:
     folder = str(tiny_model_folder("llama_tied"))
     documents = make_documents(folder, vocabulary=64)
@@ -67,7 +79,7 @@ def test_training_with_offload_is_bit_equal_and_frees_the_device(world: int, lay
         assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
         assert all(torch.equal(columns[name], other_columns[name]) for name in columns)
         assert all(count > 0 for count in (*before["parameter_bytes"], *before["state_bytes"]))
-        assert after["parameter_bytes"] == [0] * 6
+        assert after["parameter_bytes"] == [0] * 7
         assert after["state_bytes"] == [0] * 6
         assert after["scalars"] == [[1.0], [2.0], [3.0], [4.0], [5.0], [6.0]]
         assert len(set(after["storages"][1:])) == 1

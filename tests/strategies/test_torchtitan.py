@@ -1,0 +1,127 @@
+"""The strategy as Lightning users meet it: by name, as an instance, without torchtitan; options that are refused."""
+
+import importlib.metadata
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+from lightning import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_rl_engines import ModelConfig, TorchTitanStrategy
+from lightning_rl_engines.models import titan_library
+from tests.support import WorkerError, run_workers
+from tests.support.engine import EngineModule, with_engine
+from tests.support.models import tiny_model_folder
+from tests.support.shell import REPOSITORY
+
+
+def test_the_trainer_finds_it_by_name():
+    trainer = Trainer(strategy="torchtitan", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    assert isinstance(trainer.strategy, TorchTitanStrategy)
+    assert "torchtitan" in StrategyRegistry
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_precisions_it_has(precision):
+    trainer = Trainer(strategy="torchtitan", accelerator="cpu", devices=1, precision=precision, logger=False)
+    assert trainer.strategy.precision_plugin.precision == precision
+
+
+def test_precisions_it_has_not():
+    with pytest.raises(MisconfigurationException, match=r"precision='16-true'.*bf16-mixed"):
+        Trainer(strategy="torchtitan", accelerator="cpu", devices=1, precision="16-true", logger=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_degree": 0}, "tensor_parallel_degree=0"),
+        ({"pipeline_parallel_schedule": "ZBV"}, "pipeline_parallel_schedule='ZBV'.*Interleaved1F1B"),
+        ({"context_parallel_load_balancer": "zigzag"}, "context_parallel_load_balancer='zigzag'.*headtail"),
+        ({"fsdp_reshard_after_forward": "sometimes"}, "fsdp_reshard_after_forward='sometimes'.*never"),
+        ({"activation_checkpointing": "half"}, "activation_checkpointing='half'.*selective"),
+        ({"reduce_dtype": "float16"}, "reduce_dtype='float16'.*bfloat16"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0.*1800"),
+    ],
+)
+def test_an_impossible_argument_is_refused_at_construction(options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        TorchTitanStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_degree": 2}, "tensor_parallel_degree=2.*does not divide the 1 processes"),
+        ({"cpu_offload": True}, "cpu_offload=True needs an accelerator"),
+        ({"reduce_dtype": "bfloat16"}, "reduce_dtype='bfloat16' has no effect under precision='32-true'"),
+        ({"expert_parallel_degree": 1, "name": "mistral_window"}, "model_type='mistral' is not supported"),
+    ],
+)
+def test_what_does_not_fit_the_run_is_refused_before_it(options: dict[str, Any], words: str):
+    folder = str(tiny_model_folder(options.get("name", "llama")))
+    given = {name: value for name, value in options.items() if name != "name"}
+    with pytest.raises(WorkerError, match=words):
+        run_workers(1, build, folder, given)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("one_kv", {"tensor_parallel_degree": 2}, "tensor_parallel_degree=2 does not divide num_key_value_heads=1"),
+        ("qwen3_moe", {"tensor_parallel_degree": 2}, "expert_parallel_degree=1 gives wrong gradients"),
+        ("llama", {"expert_parallel_degree": 2}, "expert_parallel_degree=2 has nothing to spread"),
+        ("llama_tied", {"pipeline_parallel_degree": 2}, "tie_word_embeddings=True and pipeline_parallel_degree=2"),
+    ],
+)
+def test_what_a_model_cannot_be_split_by_is_refused_on_all_ranks(name: str, options: dict[str, Any], words: str):
+    with pytest.raises(WorkerError, match=words):
+        run_workers(2, build, str(tiny_model_folder(name)), options)
+
+
+def build(folder: str, options: dict[str, Any], **config: Any) -> None:
+    def body(module: EngineModule) -> None:
+        pass
+
+    with_engine(body, ModelConfig(path=folder, **config), engine="torchtitan", **options)
+
+
+def test_liger_is_refused():
+    with pytest.raises(WorkerError, match=r"use_liger=True.*compile=True"):
+        run_workers(1, build, str(tiny_model_folder("llama")), {}, use_liger=True)
+
+
+@pytest.mark.parametrize("version", ["0.2.9", "0.4.0", "0.30"])
+def test_an_unsupported_torchtitan_is_named_with_the_range(monkeypatch, version):
+    monkeypatch.setattr(titan_library, "version", lambda name: version)
+    with pytest.raises(ImportError, match=rf"torchtitan>=0\.3,<0\.4.*found {version}"):
+        TorchTitanStrategy()
+
+
+def test_the_installed_version_is_supported():
+    assert importlib.metadata.version("torchtitan").startswith(f"{titan_library.SUPPORTED}.")
+
+
+def test_the_other_engine_works_where_torchtitan_cannot_be_imported():
+    code = """
+        import sys
+        sys.modules["torchtitan"] = None
+        import torch
+        from lightning.pytorch import Trainer
+        import lightning_rl_engines
+        Trainer(strategy="fsdp_ulysses", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+        try:
+            lightning_rl_engines.TorchTitanStrategy()
+        except ImportError as error:
+            assert "torchtitan>=0.3,<0.4" in str(error), error
+        else:
+            raise SystemExit("no error")
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=REPOSITORY, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr
