@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from lightning_rl_engines.checkpoint.names import saved_names
 from lightning_rl_engines.models.lora_config import lora_from_dict, lora_to_dict
 from lightning_rl_engines.models.token_model import TokenModel
 
@@ -20,7 +21,7 @@ METADATA_KEY = "adapters"
 
 
 def trained_state(root: nn.Module) -> dict[str, Any]:
-    """Return a model's sharded state by canonical names, its adapter alone where it has one.
+    """Return a model's sharded state by its own names, its adapter alone where it has one.
 
     Collective over the world.
     """
@@ -29,7 +30,9 @@ def trained_state(root: nn.Module) -> dict[str, Any]:
     if adapter is None:
         return state
     # By name, not by `requires_grad`: frozen tied weights would come along.
-    return {f"hf.{entry.source}": state[f"hf.{entry.source}"] for entry in adapter.plan.entries}
+    trained = {f"hf.{adapter.peft_name(entry.source)}" for entry in adapter.plan.entries}
+    names = saved_names(root)
+    return {name: tensor for name, tensor in state.items() if names[name] in trained}
 
 
 def load_trained_state(root: nn.Module, state: dict[str, Any]) -> None:

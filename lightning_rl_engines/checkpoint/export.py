@@ -1,7 +1,7 @@
 """Turns a training checkpoint into a Hugging Face folder, in one process and without a Trainer."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -88,7 +88,14 @@ def _full(config: ModelConfig, path: Path, model: str, dtype: torch.dtype | None
     with torch.device("meta"):
         hf = load_hf_model(config, device="meta", empty=True)
     plan = plan_from_hf_model(hf)
-    tensors = _saved_weights(path, plan, f"model.{model}.hf.")
+    saved = _Saved(path, f"model.{model}.")
+    if any(name.startswith("titan.") for name in saved.names):
+        # torchtitan's stacks of experts.
+        from lightning_rl_engines.models.titan.saved import saved_weights
+
+        tensors = saved_weights(hf.config, plan, saved.names, saved.read, is_critic=config.head == "value")
+    else:
+        tensors = saved.by_plan(plan)
     return hf, plan, ((name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in tensors)
 
 
@@ -99,7 +106,7 @@ def _adapted(
     adapter = built.adapter
     assert adapter is not None
     options = adapter_config_dict(adapter.config)
-    tensors = _saved_weights(path, adapter.plan, f"model.{model}.hf.")
+    tensors = _Saved(path, f"model.{model}.").by_plan(adapter.plan)
     if not merged:
         stream = ((name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in tensors)
         return built.hf, adapter.plan, stream, options
@@ -131,17 +138,45 @@ def _tokenizer(config: ModelConfig) -> Any:
         return None  # a model without a tokenizer, as in tests and in other modalities, is still an export
 
 
-def _saved_weights(path: Path, plan: ExportPlan, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the exported tensors, one stored tensor in memory at a time."""
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    for source in plan.by_source:
-        entry = stored.get(f"{prefix}{source}")
-        if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"checkpoint={str(path)!r} holds no tensor {prefix}{source!r}; it is of another model.")
+class _Saved:
+    """The tensors of a model in a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        prefix: What their names begin with there.
+    """
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        self.path, self.prefix = path, prefix
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        self._entries = {
+            name.removeprefix(prefix): entry
+            for name, entry in stored.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._entries.keys()
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, whole.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        entry = self._entries.get(name)
+        full_name = f"{self.prefix}{name}"
+        if entry is None:
+            raise ValueError(f"checkpoint={str(self.path)!r} holds no tensor {full_name!r}; it is of another model.")
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        state = {f"{prefix}{source}": tensor}
         with warnings.catch_warnings():
             # torch warns that it loads in one process, which is what is asked for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            dcp.load(state, checkpoint_id=path, no_dist=True)
-        yield from plan.pieces(source, tensor)
+            dcp.load({full_name: tensor}, checkpoint_id=self.path, no_dist=True)
+        return tensor
+
+    def by_plan(self, plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
+        """Yield the exported tensors, one stored tensor in memory at a time."""
+        for source in plan.by_source:
+            yield from plan.pieces(source, self.read(f"hf.{source}"))

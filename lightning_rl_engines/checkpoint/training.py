@@ -5,16 +5,15 @@ plain data in ``meta.pt``, and a marker. It is written beside its place and rena
 of a checkpoint is a whole one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from lightning_rl_engines.checkpoint.adapter import (
@@ -26,32 +25,56 @@ from lightning_rl_engines.checkpoint.adapter import (
 )
 from lightning_rl_engines.checkpoint.folders import METADATA, is_whole, recover_checkpoints
 from lightning_rl_engines.checkpoint.module_state import collect_state, engine_models, split_state
+from lightning_rl_engines.checkpoint.names import saved_names
+from lightning_rl_engines.checkpoint.optimizer_state import (
+    TENSORS,
+    collect_optimizer_state,
+    load_optimizer_state,
+    plain_optimizer,
+)
+from lightning_rl_engines.checkpoint.ranks import Gather, gather_distinct
 
-Gather = Callable[[Any], list[Any]]
-"""Returns the objects of all ranks, in their order; collective over the world."""
-
-_GROUPS = "idle_optimizers"
-"""Options of the groups of optimizers that have no state, by index."""
+_OPTIMIZERS = "optimizers"
+"""Where the plain data holds that of the optimizers, in their order."""
 
 
 def token_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and root of each trainable model that an engine built; frozen references are rebuilt, not saved."""
+    """Yield name and root of each model that an engine built and that has trainable parameters on this rank."""
     for name, root in engine_models(module):
         if any(parameter.requires_grad for parameter in root.parameters()):
             yield name, root
 
 
-def module_state(module: LightningModule) -> dict[str, Any]:
-    """Return the module's ``state_dict`` with its trainable models sharded, by canonical names.
+def saved_models(module: nn.Module, gather: Gather) -> dict[str, nn.Module]:
+    """Return the models that checkpoints hold, by name; frozen references are rebuilt, not saved.
+
+    Collective over the world: all parameters of one stage of a pipeline may be frozen.
+    """
+    trained = {name for names in gather([name for name, _ in token_models(module)]) for name in names}
+    return {name: root for name, root in engine_models(module) if name in trained}
+
+
+def module_state(module: LightningModule, gather: Gather) -> dict[str, Any]:
+    """Return the module's ``state_dict`` with its trainable models sharded, by names of checkpoints.
 
     Collective over the world. Overrides of ``state_dict`` count. Of a model with an adapter, the
     adapter alone.
     """
-    return collect_state(module, {name: trained_state(root) for name, root in token_models(module)})
+    return collect_state(module, {name: _model_state(root) for name, root in saved_models(module, gather).items()})
+
+
+def _model_state(root: nn.Module) -> dict[str, Any]:
+    names = saved_names(root)
+    # Tied tensors share a name.
+    return {names[name]: tensor for name, tensor in trained_state(root).items()}
+
+
+def _load_model_state(root: nn.Module, state: Mapping[str, Any]) -> None:
+    load_trained_state(root, {name: state[saved] for name, saved in saved_names(root).items() if saved in state})
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer, gather: Gather) -> dict[str, Any]:
-    """Return the sharded state of an optimizer, keyed by parameter names; collective over the world.
+    """Return the sharded state of an optimizer by parameter names; collective over the world.
 
     Args:
         module: The module.
@@ -59,43 +82,48 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, gather: Gather) -> 
         gather: Exchanges objects between the ranks.
 
     Returns:
-        The state, or the options of its groups alone if there is no state on any rank, as before the first step.
+        What :func:`collect_optimizer_state` does.
 
     Raises:
         ValueError: The optimizer's parameters belong to none or to several of the models.
     """
-    raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    owner = _owner(module, raw)
-    if not any(gather(bool(raw.state))):
-        # torch would take a step to see what a state looks like, and Adam would count it.
-        return {_GROUPS: [{key: group[key] for key in group if key != "params"} for group in raw.param_groups]}
-    return get_optimizer_state_dict(owner, raw)
+    return collect_optimizer_state(_owner(module, optimizer, gather), optimizer, gather)
 
 
-def _owner(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    owners = [root for _, root in token_models(module) if held & {id(parameter) for parameter in root.parameters()}]
-    if len(owners) != 1 or not held <= {id(parameter) for parameter in owners[0].parameters()}:
+def _owner(module: nn.Module, optimizer: Optimizer, gather: Gather) -> nn.Module:
+    held = {id(item) for group in plain_optimizer(optimizer).param_groups for item in group["params"]}
+    inside = {name: {id(item) for item in root.parameters()} for name, root in engine_models(module)}
+    own = sorted(name for name, parameters in inside.items() if held & parameters)
+    foreign = bool(held - {item for parameters in inside.values() for item in parameters})
+    # On a stage of a pipeline that trains nothing it may hold none.
+    found = gather((own, foreign))
+    owners = sorted({name for names, _ in found for name in names})
+    if len(owners) != 1 or any(foreign for _, foreign in found):
         raise ValueError(
             f"{type(optimizer).__name__} holds parameters of {len(owners)} models or of none of them; give each model "
             "an optimizer of its own."
         )
-    return owners[0]
+    return dict(engine_models(module))[owners[0]]
 
 
-def split_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part Lightning's checkpoint into sharded states and plain data, the module's own state among the latter."""
+def split_checkpoint(
+    module: LightningModule, checkpoint: dict[str, Any], gather: Gather
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part Lightning's checkpoint into sharded states and plain data; collective over the world.
+
+    The module's own state is among the latter.
+    """
     metadata = dict(checkpoint)
-    roots = dict(token_models(module))
+    roots = saved_models(module, gather)
     described = {name: describe_adapter(root) for name, root in roots.items()}
     metadata[METADATA_KEY] = {name: found for name, found in described.items() if found is not None}
     models, metadata["state_dict"] = split_state(metadata["state_dict"], roots)
     state: dict[str, Any] = {"model": models}
-    for index, value in enumerate(metadata.pop("optimizer_states", [])):
-        if _GROUPS in value:
-            metadata.setdefault(_GROUPS, {})[index] = value[_GROUPS]
-        else:
-            state[f"optimizer_{index}"] = value
+    if "optimizer_states" in metadata:
+        metadata[_OPTIMIZERS] = []
+        for index, value in enumerate(metadata.pop("optimizer_states")):
+            state[f"optimizer_{index}"] = {TENSORS: value[TENSORS]}
+            metadata[_OPTIMIZERS].append({key: item for key, item in value.items() if key != TENSORS})
     return state, metadata
 
 
@@ -113,60 +141,85 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return metadata
 
 
-def load_training_checkpoint(module: LightningModule, optimizers: list[Optimizer], path: Path) -> dict[str, Any]:
+def load_training_checkpoint(
+    module: LightningModule, optimizers: list[Optimizer], path: Path, gather: Gather
+) -> dict[str, Any]:
     """Load model states, and the states of the optimizers given, into a set-up module; collective over the world.
 
-    The checkpoint may come from another number of processes or another layout.
+    The checkpoint may come from another number of processes, another layout, and for dense models the other engine.
 
     Returns:
         The rest of Lightning's checkpoint; its ``state_dict`` holds what belongs to no engine model.
 
     Raises:
-        ValueError: The path is no finished checkpoint, it holds another number of optimizers or, unless the module's
-            ``strict_loading`` is off, other models; or its adapters are others.
+        ValueError: On all ranks: the path is no finished checkpoint, it holds another number of optimizers, tensors of
+            other shapes or, unless the module's ``strict_loading`` is off, other models; or its adapters are others.
     """
     metadata = read_metadata(path)
-    saved = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-    roots = dict(token_models(module))
+    saved = _saved_shapes(path)
+    roots = saved_models(module, gather)
     for name, root in roots.items():
         require_same_adapter(name, root, metadata.get(METADATA_KEY, {}).get(name), path)
-    targets = {name: trained_state(root) for name, root in roots.items()}
+    targets = {name: _model_state(root) for name, root in roots.items()}
+    shapes = {f"{name}.{key}": tuple(item.shape) for name, state in targets.items() for key, item in state.items()}
+    every = {key: shape for found in gather_distinct(gather, shapes) for key, shape in found.items()}
     if module.strict_loading:
-        _require_same_names(path, saved, {f"{name}.{key}" for name, state in targets.items() for key in state})
+        _require_same_names(path, set(saved), set(every))
+    _require_same_shapes(path, saved, every)
     for name, root in roots.items():
-        model = {f"{name}.{key}": value for key, value in targets[name].items() if f"model.{name}.{key}" in saved}
-        if model:
-            dcp.load({"model": model}, checkpoint_id=path)
-            # What is not stored stays as it is; tensors are views of the parameters on some layouts only.
-            loaded = {key.removeprefix(f"{name}."): value for key, value in model.items()}
-            load_trained_state(root, {**targets[name], **loaded})
-    idle = metadata.pop(_GROUPS, {})
-    count = len({key.split(".")[0] for key in saved if key.startswith("optimizer_")}) + len(idle)
-    if optimizers and count != len(optimizers):
-        holds = f"{count} optimizers" if count else "weights alone, without optimizers,"
+        model = {f"{name}.{key}": value for key, value in targets[name].items() if f"{name}.{key}" in saved}
+        # Also of nothing: other stages of a pipeline may find something.
+        dcp.load({"model": model}, checkpoint_id=path)
+        # What is not stored stays as it is; tensors are views of the parameters on some layouts only.
+        loaded = {key.removeprefix(f"{name}."): value for key, value in model.items()}
+        _load_model_state(root, {**targets[name], **loaded})
+    states = metadata.pop(_OPTIMIZERS, [])
+    if optimizers and len(states) != len(optimizers):
+        holds = f"{len(states)} optimizers" if states else "weights alone, without optimizers,"
         raise ValueError(
             f"ckpt_path={str(path)!r} holds {holds} and the module configures {len(optimizers)}; resume with the "
             "module that was saved and a checkpoint with its optimizers, or start anew from the weights: "
             "`lightning-rl export` turns them into a folder for ModelConfig(path=...)."
         )
     for index, optimizer in enumerate(optimizers):
-        if index in idle:
-            for group, options in zip(optimizer.param_groups, idle[index], strict=True):
-                group.update(options)
-            continue
-        root = _owner(module, optimizer)
-        state: dict[str, Any] = {f"optimizer_{index}": get_optimizer_state_dict(root, optimizer)}
-        dcp.load(state, checkpoint_id=path)
-        set_optimizer_state_dict(root, optimizer, state[f"optimizer_{index}"])
+        load_optimizer_state(_owner(module, optimizer, gather), optimizer, index, states[index], path, gather)
     return metadata
 
 
-def _require_same_names(path: Path, saved: set[str], expected: set[str]) -> None:
-    found = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+def _saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of models, by name."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in stored.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _require_same_names(path: Path, found: set[str], expected: set[str]) -> None:
     problems = [("does not hold", expected - found), ("holds, which the module does not have,", found - expected)]
     for problem, names in problems:
-        if names:
+        if not names:
+            continue
+        if any(".titan." in name for name in found ^ expected):
+            # Each engine keeps the experts of a layer in tensors of its own.
+            remedy = (
+                "experts are stored as the engine that saved them keeps them, so resume with its strategy, or start "
+                "anew from the weights: `lightning-rl export` turns them into a folder for ModelConfig(path=...)."
+            )
+        else:
+            remedy = "resume with the module that was saved, or set its strict_loading=False to load what fits."
+        raise ValueError(
+            f"ckpt_path={str(path)!r} {problem} {min(names)!r} ({len(names)} of {len(expected)} names); {remedy}"
+        )
+
+
+def _require_same_shapes(
+    path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    for name, shape in sorted(expected.items()):
+        if name in found and found[name] != shape:
             raise ValueError(
-                f"ckpt_path={str(path)!r} {problem} {min(names)!r} ({len(names)} of {len(expected)} names); resume "
-                "with the module that was saved, or set its strict_loading=False to load what fits."
+                f"ckpt_path={str(path)!r} holds {name!r} of shape {list(found[name])} and the module's is "
+                f"{list(shape)}; resume with the model that was saved."
             )

@@ -1,7 +1,7 @@
 """Hugging Face models as token models: packed rows in, fused log-probabilities out."""
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -209,6 +209,11 @@ class HFTokenModel(TokenModel):
         self.export_plan = plan_from_hf_model(hf) if adapter is None else adapter.base_plan
         self._adapter = adapter
         self._guard = GraphGuard()
+        first: dict[int, str] = {}
+        # Before sharding, which gives tied parameters tensors of their own.
+        self._checkpoint_names = {
+            name: first.setdefault(id(tensor), name) for name, tensor in self.state_dict(keep_vars=True).items()
+        }
         text = hf.config.get_text_config()
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
@@ -237,6 +242,10 @@ class HFTokenModel(TokenModel):
                 "such as Llama or Qwen3."
             )
         return found
+
+    @override
+    def checkpoint_names(self) -> Mapping[str, str]:
+        return self._checkpoint_names
 
     @property
     @override

@@ -8,7 +8,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -55,6 +55,8 @@ class Adapter:
         merged_names: The same, with trained copies of ``modules_to_save`` in the place of what they replace.
         fingerprint: Of the base weights; tells whether a saved adapter belongs to this base. Empty where they were not
             read.
+        peft_names: Name of each of the adapter's tensors inside the model to its name inside peft's, which checkpoints
+            use; empty where the model is peft's.
     """
 
     config: "LoraConfig"
@@ -63,6 +65,11 @@ class Adapter:
     base_names: Mapping[str, str]
     merged_names: Mapping[str, str]
     fingerprint: str
+    peft_names: Mapping[str, str] = field(default_factory=dict)
+
+    def peft_name(self, source: str) -> str:
+        """Return the name inside peft's model of one of the adapter's tensors, by its name inside the model."""
+        return self.peft_names.get(source, source)
 
 
 def inject_adapter(hf: "PreTrainedModel", config: "ModelConfig", lora: "LoraConfig") -> Adapter:

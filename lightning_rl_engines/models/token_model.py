@@ -1,6 +1,7 @@
 """What every engine's model looks like from outside: a micro-batch in, per-token results out."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,14 @@ class TokenModel(nn.Module, ABC):
     @abstractmethod
     def document_cost(self) -> tuple[float, float]:
         """Linear and quadratic coefficient of a document's cost in its length, in multiply-adds of a forward pass."""
+
+    @abstractmethod
+    def checkpoint_names(self) -> Mapping[str, str]:
+        """Return the name in checkpoints of each tensor that this rank holds a part of, by its name in the model.
+
+        Names in checkpoints do not depend on the layout, nor on the engine where engines hold the same tensor: that
+        is ``hf.`` and the name in the Hugging Face model. Tied tensors share the first one's.
+        """
 
     @property
     def adapter(self) -> "Adapter | None":

@@ -52,7 +52,7 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         self._offloader.load_all()  # the state dict views live tensors until it is written or copied
-        return module_state(self.lightning_module)
+        return module_state(self.lightning_module, self.all_gather_objects)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
             raise TypeError(f"storage_options={storage_options!r} is not supported: checkpoints are folders.")
         module = self.lightning_module
         assert module is not None
-        state, metadata = split_checkpoint(module, checkpoint)
+        state, metadata = split_checkpoint(module, checkpoint, self.all_gather_objects)
         if "optimizer_states" in checkpoint:  # not with save_weights_only
             metadata[RANDOM_STATES] = self._all_random_states()
         running = module.trainer.state.status == TrainerStatus.RUNNING  # else nobody would wait for the end
@@ -117,7 +117,9 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
         path = Path(self.broadcast(checkpoint_path))
         self.finish_checkpoints()
         self._offloader.load_all()
-        metadata = load_training_checkpoint(module, self.optimizers if fitting else [], path)
+        metadata = load_training_checkpoint(
+            module, self.optimizers if fitting else [], path, self.all_gather_objects
+        )
         self._offloader.offload_again()
         states = metadata.pop(RANDOM_STATES, None)
         self._random_states = states if fitting else None

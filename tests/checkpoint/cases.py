@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lightning_rl_engines import FSDPUlyssesStrategy, ModelConfig, PolicyLoss
+from lightning_rl_engines import FSDPUlyssesStrategy, ModelConfig, PolicyLoss, TorchTitanStrategy
 from tests.strategies.reference import Documents
 from tests.support.engine import share
 from tests.support.lightning_env import make_trainer
+
+ENGINES: dict[str, Any] = {"fsdp_ulysses": FSDPUlyssesStrategy, "torchtitan": TorchTitanStrategy}
 
 
 class Everything(LightningModule):
@@ -105,12 +107,13 @@ def run(
     seed: int = 0,
     kind: type[Everything] = Everything,
     trainer: dict[str, Any] | None = None,
+    engine: str = "fsdp_ulysses",
     **strategy: Any,
 ) -> list[dict[str, Any]]:
     """Train up to a step and return what each step saw on this rank."""
     module = kind(ModelConfig(path=folder), documents, seed)
     callbacks = [SaveAfter(*save)] if save else []
-    built = make_trainer(FSDPUlyssesStrategy(**strategy), max_steps=steps, callbacks=callbacks, **(trainer or {}))
+    built = make_trainer(ENGINES[engine](**strategy), max_steps=steps, callbacks=callbacks, **(trainer or {}))
     built.fit(module, DataLoader(range(64)), ckpt_path=resume)
     return module.steps
 

@@ -1,6 +1,6 @@
 """What the kill tests start: two ranks that train, save and export without pause, and say how far they are.
 
-python tests/checkpoint/kill_run.py FOLDER sync|async UPDATES, with the folder of tiny models in LRE_TEST_MODELS.
+python tests/checkpoint/kill_run.py FOLDER sync|async UPDATES ENGINE, with the folder of tiny models in LRE_TEST_MODELS.
 """
 
 import os
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_rl_engines import FSDPUlyssesStrategy, HFFolderSink
+from lightning_rl_engines import HFFolderSink
 from lightning_rl_engines.callbacks import UpdateCheckpoint, WeightExport
+from tests.checkpoint.cases import ENGINES
 from tests.modules.cases import adam, experience_loader, recorded, spy_module
 
 
@@ -54,14 +55,14 @@ class Progress(Callback):
             say("UPDATE", pl_module.updates, repr(row["train/loss"]), repr(row["train/grad_norm"]))
 
 
-def main(folder: str, mode: str, updates: int) -> None:
+def main(folder: str, mode: str, updates: int, engine: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=FSDPUlyssesStrategy(async_checkpoint=mode == "async"),
+        strategy=ENGINES[engine](async_checkpoint=mode == "async"),
         max_steps=updates,
         max_epochs=-1,
         logger=False,
@@ -81,4 +82,4 @@ def main(folder: str, mode: str, updates: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

@@ -63,11 +63,11 @@ class Run:
 
 
 @contextmanager
-def start(folder: Path, mode: str, updates: int) -> Iterator[Run]:
+def start(folder: Path, mode: str, updates: int, engine: str) -> Iterator[Run]:
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "tests/checkpoint/kill_run.py"), str(folder), mode, str(updates)],
+        [sys.executable, str(REPOSITORY / "tests/checkpoint/kill_run.py"), str(folder), mode, str(updates), engine],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -120,12 +120,12 @@ def require_nothing_half_written(folder: Path) -> None:
             assert all(file.get_tensor(name).isfinite().all() for name in file.keys())  # noqa: SIM118
 
 
-def kill_and_resume(folder: Path, mode: str, kills: int, seed: int) -> None:
+def kill_and_resume(folder: Path, mode: str, kills: int, seed: int, engine: str) -> None:
     chosen = random.Random(seed)
     saved, seen, updates = 0, {}, 12 * (kills + 1)
     for number in range(kills + 1):
         last = number == kills
-        with start(folder, mode, saved + 2 if last else updates) as run:
+        with start(folder, mode, saved + 2 if last else updates, engine) as run:
             if last:
                 assert run.read_until("END", 1), "".join(run.output)
                 run.process.wait(END_SECONDS)
@@ -156,15 +156,16 @@ def _model() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_survives_the_death_of_a_rank(tmp_path: Path) -> None:
-    kill_and_resume(tmp_path, "sync", kills=2, seed=1)
+@pytest.mark.parametrize(("engine", "kills"), [("fsdp_ulysses", 2), ("torchtitan", 1)])
+def test_a_run_survives_the_death_of_a_rank(tmp_path: Path, engine: str, kills: int) -> None:
+    kill_and_resume(tmp_path, "sync", kills=kills, seed=1, engine=engine)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("mode", "seed"), [("sync", 2), ("async", 3)])
 def test_a_run_survives_ten_deaths(tmp_path: Path, mode: str, seed: int) -> None:
-    kill_and_resume(tmp_path, mode, kills=10, seed=seed)
+    kill_and_resume(tmp_path, mode, kills=10, seed=seed, engine="fsdp_ulysses")
 
 
 CHILD = """

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rl_engines import FSDPUlyssesStrategy, ModelConfig
 from lightning_rl_engines.checkpoint import read_metadata
-from tests.checkpoint.cases import Everything, SaveAfter, run
+from tests.checkpoint.cases import ENGINES, Everything, SaveAfter, run
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import score_loss
 from tests.support import run_workers
@@ -42,21 +42,23 @@ class Rewarded(Everything):
         self.log("val/reward", reward, sync_dist=True, batch_size=1)
 
 
-def run_model_checkpoint(folder: str, documents: Documents, root: str, asynchronous: bool) -> dict[str, Any]:
+def run_model_checkpoint(
+    folder: str, documents: Documents, root: str, asynchronous: bool, engine: str
+) -> dict[str, Any]:
     module = Rewarded(ModelConfig(path=folder), documents)
     best = ModelCheckpoint(
         dirpath=root, filename="{step}", monitor="val/reward", mode="max", save_top_k=2, save_last=True
     )
     newest = ModelCheckpoint(dirpath=f"{root}/steps", filename="{step}", every_n_train_steps=1, save_top_k=1)
     trainer = make_trainer(
-        FSDPUlyssesStrategy(async_checkpoint=asynchronous), max_epochs=4, limit_train_batches=1, limit_val_batches=1,
+        ENGINES[engine](async_checkpoint=asynchronous), max_epochs=4, limit_train_batches=1, limit_val_batches=1,
         num_sanity_val_steps=0, enable_checkpointing=True, callbacks=[best, newest],
     )  # fmt: skip
     trainer.fit(module, DataLoader(range(8)), DataLoader(range(8)))
     names = [sorted(item.name for item in Path(path).glob("*.ckpt")) for path in (root, f"{root}/steps")]
     again = Everything(ModelConfig(path=folder), documents)
     other = make_trainer(
-        FSDPUlyssesStrategy(), max_steps=4, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath=root)]
+        ENGINES[engine](), max_steps=4, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath=root)]
     )
     other.validate(again, DataLoader(range(2)), ckpt_path="last", verbose=False)
     return {
@@ -68,11 +70,13 @@ def run_model_checkpoint(folder: str, documents: Documents, root: str, asynchron
     }
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("asynchronous", "engine"), [(False, "fsdp_ulysses"), (True, "fsdp_ulysses"), (True, "torchtitan")]
+)
 def test_model_checkpoint_keeps_the_best_the_newest_and_the_last(
-    tmp_path: Path, folder: str, documents: Documents, asynchronous: bool
+    tmp_path: Path, folder: str, documents: Documents, asynchronous: bool, engine: str
 ) -> None:
-    for found in run_workers(2, run_model_checkpoint, folder, documents, str(tmp_path), asynchronous):
+    for found in run_workers(2, run_model_checkpoint, folder, documents, str(tmp_path), asynchronous, engine):
         assert found["best"] == "step=2.ckpt"
         assert found["names"] == [["last.ckpt", "step=2.ckpt", "step=3.ckpt"], ["step=4.ckpt"]]
         assert found["hidden"] == []
@@ -82,9 +86,9 @@ def test_model_checkpoint_keeps_the_best_the_newest_and_the_last(
     assert [read_metadata(tmp_path / f"{name}.ckpt")["global_step"] for name in ("step=2", "last")] == [2, 3]
 
 
-def run_outside_fit(folder: str, documents: Documents, root: str) -> dict[str, Any]:
+def run_outside_fit(folder: str, documents: Documents, root: str, engine: str) -> dict[str, Any]:
     module = Everything(ModelConfig(path=folder), documents)
-    trainer = make_trainer(FSDPUlyssesStrategy(), max_steps=2)
+    trainer = make_trainer(ENGINES[engine](), max_steps=2)
     errors = []
     try:
         trainer.save_checkpoint(f"{root}/none.ckpt")
@@ -99,17 +103,17 @@ def run_outside_fit(folder: str, documents: Documents, root: str) -> dict[str, A
     expected = module.sum_of_log_probs
     for name in ("validated", "weights"):
         try:
-            run(folder, documents, steps=3, resume=f"{root}/{name}.ckpt")
+            run(folder, documents, steps=3, resume=f"{root}/{name}.ckpt", engine=engine)
         except ValueError as error:
             errors.append(str(error))
     return {"errors": errors, "expected": expected}
 
 
-def evaluate(folder: str, documents: Documents, path: str) -> tuple[float, ...]:
+def evaluate(folder: str, documents: Documents, path: str, engine: str) -> tuple[float, ...]:
     found = []
     for stage in ("validate", "test", "predict"):
         module = Everything(ModelConfig(path=folder), documents)
-        trainer = make_trainer(FSDPUlyssesStrategy())
+        trainer = make_trainer(ENGINES[engine]())
         options: dict[str, Any] = {} if stage == "predict" else {"verbose": False}
         result = getattr(trainer, stage)(module, DataLoader(range(2)), ckpt_path=path, **options)
         found.append(result[0] if stage == "predict" else module.sum_of_log_probs)
@@ -117,17 +121,18 @@ def evaluate(folder: str, documents: Documents, path: str) -> tuple[float, ...]:
     return tuple(found)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 def test_saving_outside_of_fit_and_evaluation_in_other_processes(
-    tmp_path: Path, folder: str, documents: Documents
+    tmp_path: Path, folder: str, documents: Documents, engine: str
 ) -> None:
-    first, _ = run_workers(2, run_outside_fit, folder, documents, str(tmp_path))
+    first, _ = run_workers(2, run_outside_fit, folder, documents, str(tmp_path), engine)
     nothing, validated, weights = first["errors"]
     assert "if a model is attached to the Trainer" in nothing
     for error in (validated, weights):
         assert "holds weights alone, without optimizers, and the module configures 1" in error
     assert "random_states" not in read_metadata(tmp_path / "weights.ckpt")
     for name in ("fitted", "weights"):
-        (found,) = run_workers(1, evaluate, folder, documents, str(tmp_path / f"{name}.ckpt"))
+        (found,) = run_workers(1, evaluate, folder, documents, str(tmp_path / f"{name}.ckpt"), engine)
         assert found[0::2] == pytest.approx([first["expected"]] * 3, rel=1e-5)
         assert found[1::2] == (found[1],) * 3
         assert found[1] != 0.0

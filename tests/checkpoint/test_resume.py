@@ -142,7 +142,7 @@ def test_saving_before_the_first_step_changes_nothing(
         assert whole[0]["rate"] == 0.02
         assert [s["loss"] for s in resumed] == [s["loss"] for s in whole]
         assert [s["rate"] for s in resumed] == [s["rate"] for s in whole]
-    optimizer = torch.load(tmp_path / "early.ckpt" / "meta.pt", weights_only=True)["idle_optimizers"][0][0]
+    optimizer = torch.load(tmp_path / "early.ckpt" / "meta.pt", weights_only=True)["optimizers"][0]["groups"][0]
     assert optimizer["lr"] == 0.02
     if kind is Late:
         unsaved, _ = run_workers(2, run_early, folder, documents, str(tmp_path), Unsaved)[0]

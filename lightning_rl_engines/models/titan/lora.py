@@ -226,6 +226,7 @@ def plan_adapter(
         base_plan=base_plan,
         base_names={_inside(source, place, "original"): source for source, place in moved.items()},
         merged_names={_inside(source, place, "trained"): source for source, place in moved.items()},
+        peft_names={own: source for source, own in sources.items()},
     )
     return TitanAdapter(adapter, layers, tuple(trained), sources, hf)
 

@@ -115,6 +115,24 @@ class HFNames:
         return HFNames([*backbone, *head])
 
 
+def checkpoint_name(names: HFNames, fqn: str, shape: tuple[int, ...]) -> str:
+    """Return the name of a torchtitan tensor in checkpoints.
+
+    Args:
+        names: The table of the model.
+        fqn: Name of the tensor in the state dict of a torchtitan model.
+        shape: Its whole shape.
+
+    Returns:
+        ``hf.`` and the Hugging Face name if both are the same tensor; else, as for stacks of experts, ``titan.`` and
+        ``fqn``.
+    """
+    pieces = names.pieces(fqn, shape)
+    if len(pieces) == 1 and pieces[0].expert is None and not pieces[0].transposed:
+        return f"hf.{pieces[0].name}"
+    return f"titan.{fqn}"
+
+
 def _compile(pattern: str) -> re.Pattern[str]:
     escaped = re.escape(pattern)
     for placeholder in ("layer", "expert"):

@@ -14,7 +14,7 @@ from lightning_rl_engines.algorithms.outputs import TokenOutputs
 from lightning_rl_engines.models.cost import document_cost
 from lightning_rl_engines.models.titan.attention import RowMask, row_mask
 from lightning_rl_engines.models.titan.lora import adapters_disabled
-from lightning_rl_engines.models.titan.names import HFNames
+from lightning_rl_engines.models.titan.names import HFNames, checkpoint_name
 from lightning_rl_engines.models.token_model import TokenModel, inverse_temperature, scatter_predicted
 
 if TYPE_CHECKING:
@@ -90,6 +90,19 @@ class TitanTokenModel(TokenModel):
     @override
     def document_cost(self) -> tuple[float, float]:
         return document_cost(self.config, self.export_plan)
+
+    @override
+    def checkpoint_names(self) -> Mapping[str, str]:
+        names: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for index, part in enumerate(self.parts):
+            for fqn, tensor in part.state_dict(keep_vars=True).items():
+                if self._adapter is not None and fqn in self._adapter.peft_names:
+                    name = f"hf.{self._adapter.peft_name(fqn)}"
+                else:
+                    name = checkpoint_name(self.names, fqn, tuple(tensor.shape))
+                names[f"parts.{index}.{fqn}"] = first.setdefault(id(tensor), name)
+        return names
 
     def held_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers that this rank holds parts of, by torchtitan's names."""
