@@ -39,6 +39,7 @@ __all__ = [
     "end_aborted_backward",
     "given_hyperparameters",
     "keys_to_ignore_on_load",
+    "join_process_group",
     "keys_to_ignore_on_save",
     "queue_backward_callback",
     "reshard_root",
@@ -153,3 +154,8 @@ def return_hidden_states(decoder: Any) -> None:
 def sharding_of(module: Any) -> Any:
     """How torchtitan will shard a built module; it keeps what the configuration said in a private attribute."""
     return module._sharding_config
+
+
+def join_process_group(strategy: Any) -> None:
+    """Start the process group of a ``ModelParallelStrategy``; its public ``setup_environment`` adds a mesh of two axes."""
+    strategy._setup_distributed()

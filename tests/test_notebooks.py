@@ -26,13 +26,15 @@ def test_a_notebook_is_stripped_and_short(path):
 
 
 @each_notebook
+@pytest.mark.parametrize("strategy", ["fsdp_ulysses", "torchtitan"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_notebook_runs(path, tmp_path, monkeypatch):
+def test_a_notebook_runs(path, strategy, tmp_path, monkeypatch):
     """In short form, started in the notebook's own folder as Jupyter does; its cells check their results."""
     from nbclient import NotebookClient
 
     monkeypatch.setenv("LRE_NOTEBOOK_SHORT", "1")
     monkeypatch.setenv("LRE_NOTEBOOK_ROOT", str(tmp_path))
+    monkeypatch.setenv("LRE_NOTEBOOK_STRATEGY", strategy)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), *sys.path]))
     for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
+from lightning_rl_engines.sequence.block_mask import make_block_mask
 from lightning_rl_engines.sequence.packing import PackedRow
 
 BlockMasks = WeakKeyDictionary[PackedRow, dict[int | None, BlockMask]]
@@ -163,8 +164,9 @@ def flex(
         )
     masks = block_masks.setdefault(row, {})
     if window not in masks:
-        masks[window] = _block_mask(row, window)
-    attend: Any = flex_attention if on_cpu else _compiled_flex()
+        positions = torch.arange(row.cu_seqlens_host[-1], device=query.device)
+        masks[window] = make_block_mask(row, positions, positions, window=window)
+    attend: Any = flex_attention if on_cpu else compiled_flex()
     output: Tensor = attend(
         *(x.transpose(0, 1)[None] for x in (query, key, value)),
         block_mask=masks[window],
@@ -208,20 +210,9 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def _block_mask(row: PackedRow, window: int | None) -> BlockMask:
-    device = row.cu_seqlens.device
-    length = row.cu_seqlens_host[-1]
-    documents = torch.bucketize(torch.arange(length, device=device), row.cu_seqlens[1:], right=True, out_int32=True)
-
-    def visible(batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
-        inside = (documents[query_index] == documents[key_index]) & (query_index >= key_index)
-        return inside if window is None else inside & (query_index - key_index < window)
-
-    return create_block_mask(visible, None, None, length, length, device=device)
-
-
 @cache
-def _compiled_flex() -> Callable[..., Any]:
+def compiled_flex() -> Callable[..., Any]:
+    """Return ``flex_attention``, compiled once for rows of any length and without tuning itself for each."""
     return torch.compile(flex_attention, dynamic=True)
 
 

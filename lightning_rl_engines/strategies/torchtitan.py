@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_rl_engines._compat import join_process_group
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
 from lightning_rl_engines.models.titan_library import prepare_torchtitan, require_torchtitan
 from lightning_rl_engines.models.token_model import TokenModel
@@ -48,8 +49,9 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         data_parallel_replicate_degree: Groups of data ranks that hold replicas of the shards (HSDP).
         tensor_parallel_degree: Ranks that matrices and the vocabulary are split over, and rows between layers.
         context_parallel_degree: Ranks that a row is split over.
-        context_parallel_load_balancer: How a row is dealt out to them: ``"headtail"`` gives each rank a chunk from the
-            front and its mirror image, ``"ptrr"`` deals blocks by what attention costs them, ``None`` cuts the row.
+        context_parallel_load_balancer: How a row is dealt out to them: ``"ptrr"`` deals blocks by what attention costs
+            them, which suits rows of many documents; ``"headtail"``, torchtitan's default, gives each rank a chunk from
+            the front and its mirror image, which suits one long document; ``None`` cuts the row.
         expert_parallel_degree: Ranks that the experts of a layer are spread over.
         pipeline_parallel_degree: Ranks that the layers are split over.
         pipeline_parallel_schedule: ``"1F1B"``, ``"GPipe"``, or ``"Interleaved1F1B"`` with two stages per rank.
@@ -87,7 +89,7 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         data_parallel_replicate_degree: int = 1,
         tensor_parallel_degree: int = 1,
         context_parallel_degree: int = 1,
-        context_parallel_load_balancer: LoadBalancer | None = "headtail",
+        context_parallel_load_balancer: LoadBalancer | None = "ptrr",
         expert_parallel_degree: int = 1,
         pipeline_parallel_degree: int = 1,
         pipeline_parallel_schedule: Schedule = "1F1B",
@@ -158,7 +160,7 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         degrees = self.degrees.resolve(self.num_processes * self.num_nodes)
         self._check_options()
         prepare_torchtitan(self.root_device.type)
-        self._setup_distributed()
+        join_process_group(self)
         self.degrees = degrees
         # torchtitan's order of ranks: peers of a row and of a matrix are neighbours.
         self._mesh = init_device_mesh(

@@ -9,7 +9,6 @@ Shapes: B = 1 row, L tokens of this rank, S of the whole row, N query heads, M k
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +23,7 @@ from typing_extensions import override
 from lightning_rl_engines.sequence.attention import KERNELS, select_kernel
 from lightning_rl_engines.sequence.block_mask import BLOCK_SIZE, make_block_mask
 from lightning_rl_engines.sequence.context_parallel import inverse_order
+from lightning_rl_engines.sequence.kernels import compiled_flex
 from lightning_rl_engines.sequence.packing import MicroBatch, PackedRow, to_device
 
 _SPLITTABLE = ("packed_flex", "packed_sdpa")
@@ -286,7 +286,7 @@ def _flex(
     on_cpu = query.device.type == "cpu"
     if on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise ValueError("attn_implementation='packed_flex' has no backward pass on the CPU; use 'packed_sdpa'")
-    attend: Any = flex_attention if on_cpu else _compiled_flex()
+    attend: Any = flex_attention if on_cpu else compiled_flex()
     output, auxiliary = attend(
         *(x.transpose(0, 1)[None] for x in (query, key, value)),
         block_mask=block_mask,
@@ -297,12 +297,6 @@ def _flex(
     )
     sums = auxiliary.lse[0].T if log_sum_exp else output.new_empty(0)
     return output[0].transpose(0, 1), sums
-
-
-@cache
-def _compiled_flex() -> Callable[..., Any]:
-    # Not torchtitan's: that one tunes itself anew for every length of a row.
-    return torch.compile(flex_attention, dynamic=True)
 
 
 def _documents(
