@@ -38,8 +38,8 @@ __all__ = [
     "depth_and_options",
     "end_aborted_backward",
     "given_hyperparameters",
-    "keys_to_ignore_on_load",
     "join_process_group",
+    "keys_to_ignore_on_load",
     "keys_to_ignore_on_save",
     "queue_backward_callback",
     "reshard_root",
@@ -157,5 +157,5 @@ def sharding_of(module: Any) -> Any:
 
 
 def join_process_group(strategy: Any) -> None:
-    """Start the process group of a ``ModelParallelStrategy``; its public ``setup_environment`` adds a mesh of two axes."""
+    """Start the process group of a ``ModelParallelStrategy``; its public set-up would also make a mesh of two axes."""
     strategy._setup_distributed()
