@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -21,8 +22,8 @@ and always ``response_lengths``.
 """
 
 
-Forward: TypeAlias = Callable[[MicroBatch], TokenOutputs]
-"""Runs a model on one row, with the options of the call bound."""
+Forward: TypeAlias = "partial[TokenOutputs]"
+"""Runs a model on one row, ``forward(micro_batch)``, with the options of the call bound."""
 
 
 @dataclass(frozen=True)

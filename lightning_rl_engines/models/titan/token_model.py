@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -154,14 +154,42 @@ class TitanTokenModel(TokenModel):
             None if entropy is None else scatter_predicted(entropy, micro_batch),
         )
 
+    def run_stage(
+        self,
+        stage: int,
+        entering: Tensor,
+        micro_batch: "MicroBatch",
+        *,
+        calculate_entropy: bool = False,
+        temperature: float | str = 1.0,
+    ) -> Tensor | TokenOutputs:
+        """Run a stage on a row, and after the last one the head.
+
+        Args:
+            stage: Number of a stage that this rank holds.
+            entering: Token ids ``[1, local tokens]`` for the first stage, hidden states of the stage before for others.
+            micro_batch: The row.
+            calculate_entropy: Also return entropies.
+            temperature: What logits are divided by.
+
+        Returns:
+            Hidden states, or what :meth:`forward` returns.
+        """
+        model = self.parts[self.stages.index(stage)]
+        hidden: Tensor = model(entering, **self.stage_inputs(micro_batch))
+        head = cast(Any, model).lm_head
+        if head is None:
+            return hidden
+        return self.score(head, hidden, micro_batch, calculate_entropy=calculate_entropy, temperature=temperature)
+
     @override
     def forward(
         self, micro_batch: "MicroBatch", *, calculate_entropy: bool = False, temperature: float | str = 1.0
     ) -> TokenOutputs:
-        (model,) = self.parts
-        hidden = model(micro_batch.input_ids[None], **self.stage_inputs(micro_batch))
-        head = model.get_submodule("lm_head")
-        return self.score(head, hidden, micro_batch, calculate_entropy=calculate_entropy, temperature=temperature)
+        if len(self.parts) > 1 or cast(Any, self.parts[0]).lm_head is None:
+            raise RuntimeError("a pipeline of stages runs in the strategy's passes only, such as infer_batch")
+        options = {"calculate_entropy": calculate_entropy, "temperature": temperature}
+        return cast(TokenOutputs, self.run_stage(self.stages[0], micro_batch.input_ids[None], micro_batch, **options))
 
 
 def share_caches(parts: Sequence[nn.Module]) -> None:

@@ -1,0 +1,134 @@
+"""The passes of an engine over the rows of a global batch where the model is a pipeline of stages."""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+from lightning_rl_engines.algorithms.outputs import TokenOutputs
+from lightning_rl_engines.sequence import MicroBatch
+from lightning_rl_engines.strategies.accumulator import MetricAccumulator
+from lightning_rl_engines.strategies.degrees import ParallelDegrees, Schedule
+from lightning_rl_engines.strategies.global_batch import GlobalBatch
+from lightning_rl_engines.strategies.passes import Forward, LossFunction, collect, connected
+from lightning_rl_engines.strategies.pipeline_order import pipeline_order, rows_multiple_of
+from lightning_rl_engines.strategies.pipeline_pass import Finish, PipelinePass
+from lightning_rl_engines.strategies.ranks import MeshRanks
+
+if TYPE_CHECKING:
+    from lightning_rl_engines.models.titan.build import TitanOptions
+    from lightning_rl_engines.models.titan.token_model import TitanTokenModel
+
+
+class PipelinePasses(MeshRanks):
+    """The part of an engine that runs rows through a pipeline, where the mesh has an axis ``pp`` of several ranks."""
+
+    degrees: ParallelDegrees
+    pipeline_parallel_schedule: Schedule
+    _titan_options: "TitanOptions | None"
+
+    @property
+    def _pipeline_group(self) -> ProcessGroup | None:
+        return self.mesh["pp"].get_group() if self.degrees.pipeline > 1 else None
+
+    @property
+    @override
+    def _rows_multiple_of(self) -> int:
+        return rows_multiple_of(self.pipeline_parallel_schedule, self.degrees.pipeline)
+
+    @property
+    @override
+    def _counts_results(self) -> bool:
+        # Tensor-parallel peers find the same losses; only the last stage of a pipeline finds any.
+        last_stage = self.mesh["pp"].get_local_rank() == self.degrees.pipeline - 1
+        return last_stage and self.mesh["tp"].get_local_rank() == 0
+
+    @override
+    def _train_rows(
+        self, model: nn.Module, forward: Forward, batch: GlobalBatch, loss_fn: LossFunction, metrics: MetricAccumulator
+    ) -> None:
+        if self.degrees.pipeline == 1:
+            super()._train_rows(model, forward, batch, loss_fn, metrics)
+            return
+
+        def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
+            result = loss_fn(outputs, micro_batch)
+            metrics.add(result)
+            scale = self._loss_factor(model) / batch.denominators[result.denominator]
+            return connected(result.total, outputs) * scale
+
+        self._run_pipeline(model, forward, batch, loss, forward_only=False)
+
+    @override
+    def _infer_rows(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        batch: GlobalBatch,
+        loss_fn: LossFunction | None,
+        metrics: MetricAccumulator,
+    ) -> dict[str, Tensor]:
+        if self.degrees.pipeline == 1:
+            return super()._infer_rows(model, forward, batch, loss_fn, metrics)
+        columns: dict[str, Tensor] = {}
+
+        def keep(outputs: TokenOutputs, micro_batch: MicroBatch) -> None:
+            if loss_fn is not None:
+                metrics.add(loss_fn(outputs, micro_batch))
+            collect(columns, outputs, micro_batch, batch.experience.num_tokens)
+
+        with torch.no_grad():
+            self._run_pipeline(model, forward, batch, keep, forward_only=True)
+        return self._bring_home(self._from_last_stage(columns), batch)
+
+    def _from_last_stage(self, item: Any) -> Any:
+        items = [item]
+        dist.broadcast_object_list(items, group=self._pipeline_group, group_src=self.degrees.pipeline - 1)
+        return items[0]
+
+    def _run_pipeline(
+        self, model: nn.Module, forward: Forward, batch: GlobalBatch, finish: Finish, *, forward_only: bool
+    ) -> None:
+        assert self._titan_options is not None
+        mesh = self.mesh["pp"]
+        guarded = _Guarded(finish)
+        rows = PipelinePass(
+            cast("TitanTokenModel", model),
+            self._titan_options,
+            group=mesh.get_group(),
+            pack=lambda row: self._pack(batch.experience, batch.rows[row]),
+            sync=self._gradient_sync,
+            settings=forward.keywords,
+            finish=guarded,
+        )
+        order = pipeline_order(self.pipeline_parallel_schedule, mesh.size(), len(batch.rows), forward_only=forward_only)
+        rows.run(order[mesh.get_local_rank()])
+        self._raise_together(guarded.error)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank what one of them met in its loss."""
+        found = self.all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, message in enumerate(found):
+            if message is not None:
+                raise RuntimeError(f"the loss failed on rank {rank}, the last stage of a pipeline: {message}")
+
+
+class _Guarded:
+    """Lets the pass of a row end although its loss fails: the other ranks are in the middle of their schedule."""
+
+    def __init__(self, finish: Finish) -> None:
+        self._finish = finish
+        self.error: Exception | None = None
+
+    def __call__(self, outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor | None:
+        try:
+            if self.error is None:
+                return self._finish(outputs, micro_batch)
+        except Exception as error:  # of any type, it is code of users
+            self.error = error
+        return connected(torch.zeros((), device=micro_batch.device), outputs)
