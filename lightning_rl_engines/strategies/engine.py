@@ -299,20 +299,21 @@ class Engine(ABC):
             raise ValueError(f"max_grad_norm={max_grad_norm} must be positive, such as 1.0, or None for no clipping.")
         optimizer.zero_grad()
         try:
-            output = self.forward_backward_batch(
-                model,
-                experience,
-                loss_fn,
-                calculate_entropy=calculate_entropy,
-                temperature=temperature,
-                max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-                balance=balance,
-            )
-            norm = float(self.clip_grad_norm(model, max_grad_norm))
-            finite = math.isfinite(norm)  # one all-reduced number: every rank takes the same branch
-            # Momentum and weight decay alone, without a response token, are no training.
-            if finite and output.num_tokens:
-                optimizer.step()
+            with self._loaded(model):  # the step needs the parameters, too
+                output = self.forward_backward_batch(
+                    model,
+                    experience,
+                    loss_fn,
+                    calculate_entropy=calculate_entropy,
+                    temperature=temperature,
+                    max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+                    balance=balance,
+                )
+                norm = float(self.clip_grad_norm(model, max_grad_norm))
+                finite = math.isfinite(norm)  # one all-reduced number: every rank takes the same branch
+                # Momentum and weight decay alone, without a response token, are no training.
+                if finite and output.num_tokens:
+                    optimizer.step()
         finally:
             optimizer.zero_grad()
         metrics = {**output.metrics, "grad_norm": norm, "skipped_step": float(not finite)}
