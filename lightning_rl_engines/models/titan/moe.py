@@ -109,9 +109,27 @@ class ExactRouter(TokenChoiceTopKRouter):
         scores_BLE = logits_BLE.sigmoid() if self.score_func == "sigmoid" else logits_BLE.softmax(-1)
         choice_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E
         if self.num_expert_groups is not None:
-            choice_BLE = self._get_node_limited_routing_scores(choice_BLE)
+            limit = self.num_limited_groups or self.num_expert_groups
+            choice_BLE = limit_to_groups(choice_BLE, groups=self.num_expert_groups, limit=limit)
         ids_BLK = choice_BLE.topk(self.top_k, dim=-1).indices
         weights_BLK = scores_BLE.gather(-1, ids_BLK)
         if self.route_norm:
             weights_BLK = weights_BLK / (weights_BLK.sum(-1, keepdim=True) + 1e-20)
         return weights_BLK * self.route_scale, ids_BLK, scores_BLE
+
+
+def limit_to_groups(scores: Tensor, *, groups: int, limit: int) -> Tensor:
+    """Leave experts of the best groups alone; a group is as good as its two best experts together.
+
+    Args:
+        scores: ``[..., experts]``.
+        groups: Number of groups, which divides the number of experts.
+        limit: Number of groups to choose from.
+
+    Returns:
+        The scores, minus infinity outside of the chosen groups.
+    """
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(limit, dim=-1).indices
+    dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)

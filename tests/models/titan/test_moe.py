@@ -10,7 +10,13 @@ from torchtitan.models.common.linear import Linear
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from lightning_rl_engines.models.titan.moe import ExactExperts, ExactRouter, Float32Linear, expert_matmul
+from lightning_rl_engines.models.titan.moe import (
+    ExactExperts,
+    ExactRouter,
+    Float32Linear,
+    expert_matmul,
+    limit_to_groups,
+)
 
 COUNTS = (3, 0, 5, 1, 0)
 
@@ -123,3 +129,28 @@ def test_the_gate_computes_in_fp32_for_bf16_models() -> None:
 def test_a_gate_without_fp32_is_refused() -> None:
     with pytest.raises(ValueError, match=r"gate=Linear\.Config.*use Float32Linear\.Config"):
         ExactRouter.Config(num_experts=4, gate=Linear.Config(in_features=4, out_features=4))
+
+
+def test_groups_count_by_their_two_best_experts() -> None:
+    scores = torch.tensor([[[5.0, 0.0, 0.0, 3.0, 3.0, 1.0, 2.0, 2.0, 2.5]]])
+    limited = limit_to_groups(scores, groups=3, limit=1)
+    assert limited.tolist() == [[[-torch.inf] * 3 + [3.0, 3.0, 1.0] + [-torch.inf] * 3]]
+    assert torch.equal(limit_to_groups(scores, groups=3, limit=3), scores)
+
+
+def test_sigmoid_scores_with_a_bias_for_the_choice_only() -> None:
+    gate = Float32Linear.Config(in_features=4, out_features=6)
+    router = ExactRouter.Config(
+        num_experts=6, gate=gate, top_k=2, num_expert_groups=3, num_limited_groups=2, route_norm=True, route_scale=1.5
+    ).build()
+    hidden, bias = torch.randn(1, 40, 4), 2 * torch.randn(6)
+    weights, chosen, scores = router(hidden, bias)
+    assert torch.equal(scores, (hidden @ router.gate.weight.T).sigmoid())
+    for token in range(40):
+        choice = scores[0, token] + bias
+        groups = choice.view(3, 2).sum(-1).topk(2).indices.tolist()
+        allowed = [expert for expert in range(6) if expert // 2 in groups]
+        wanted = sorted(allowed, key=lambda expert: -float(choice[expert]))[:2]
+        assert chosen[0, token].tolist() == wanted
+        expected = scores[0, token, wanted] / scores[0, token, wanted].sum() * 1.5
+        torch.testing.assert_close(weights[0, token], expected)
