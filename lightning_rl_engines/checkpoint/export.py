@@ -35,6 +35,9 @@ def export_checkpoint(
 ) -> Path:
     """Write a model of a training checkpoint as a Hugging Face folder; one process, on the host.
 
+    Weights are read one stored tensor at a time, so the host needs room for one file and one of these; for the whole
+    model where an adapter is merged. During a run :class:`~lightning_rl_engines.WeightExport` writes with all ranks.
+
     Args:
         checkpoint: A folder that a run saved, such as ``runs/grpo/checkpoints/last.ckpt``.
         output: The folder to write; an existing export in its place is replaced.

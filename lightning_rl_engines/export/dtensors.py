@@ -77,8 +77,8 @@ def stream_dtensors(
     Values are exact to the bit. Live weights are only read, so a walk may end anywhere.
 
     Placements may be any that DTensors have: FSDP2, HSDP, tensor and expert parallelism, uneven and strided shards.
-    Stacks of experts are gathered in blocks of experts and never whole. Memory beyond the sharded model: one block and
-    one tensor of it, or one tensor that is no stack, and what torch needs to gather that.
+    Stacks of experts are gathered in blocks of experts and never whole. Memory beyond the sharded model: one block, the
+    same for the whole walk, and one tensor, with what torch's ``full_tensor`` needs to gather one that is no stack.
 
     Args:
         parameters: Parameters and persistent buffers of this rank's part of the model, as DTensors or plain tensors,
@@ -109,7 +109,7 @@ def stream_dtensors(
         raise ValueError("parameters={} is empty; every pipeline stage must hold some of the model.")
     sources = _agreed_sources(parameters, plan, names, pipeline_group, grads)
     device = next(iter(parameters.values())).device
-    return _walk(sources, _Blocks(bucket_bytes, pipeline_group, dtype, transform, device))
+    return _walk(sources, _Blocks(sources, bucket_bytes, pipeline_group, dtype, transform, device))
 
 
 def _walk(sources: list[_Source], blocks: "_Blocks") -> Iterator[tuple[str, Tensor]]:
@@ -138,78 +138,126 @@ def _cut(
         yield piece.name, value.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True)
 class _Blocks:
     """Gathers tensors, or blocks of experts of a stack, on all ranks."""
 
-    bucket_bytes: int
-    pipeline_group: ProcessGroup | None
-    dtype: torch.dtype | None
-    transform: Transform | None
-    device: torch.device
+    def __init__(
+        self,
+        sources: list[_Source],
+        bucket_bytes: int,
+        pipeline_group: ProcessGroup | None,
+        dtype: torch.dtype | None,
+        transform: Transform | None,
+        device: torch.device,
+    ) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._group = pipeline_group
+        self._dtype = dtype
+        self._transform = transform
+        self._device = device
+        sizes = [
+            self._step(source)
+            * math.prod(source.shape[1:])
+            * max(source.dtype.itemsize, self._sent_dtype(source).itemsize)
+            for source in sources
+            if source.is_stack
+        ]
+        # One memory for all blocks: collectives may hold on to theirs for a while after they are done.
+        self._num_words = -(-max(sizes, default=0) // 4)
+        self._words: Tensor | None = None
 
     def ranges(self, source: _Source) -> Iterator[range | None]:
         if not source.is_stack:
             yield None
             return
-        count = source.shape[0]
-        expert_bytes = math.prod(source.shape[1:]) * source.dtype.itemsize
-        step = max(1, self.bucket_bytes // max(1, expert_bytes))
+        count, step = source.shape[0], self._step(source)
         for start in range(0, count, step):
             yield range(start, min(start + step, count))
 
+    def _step(self, source: _Source) -> int:
+        expert_bytes = math.prod(source.shape[1:]) * source.dtype.itemsize
+        return min(source.shape[0], max(1, self._bucket_bytes // max(1, expert_bytes)))
+
     def export_dtype(self, source: _Source) -> torch.dtype:
-        return self.dtype if self.dtype is not None and source.dtype.is_floating_point else source.dtype
+        return self._dtype if self._dtype is not None and source.dtype.is_floating_point else source.dtype
+
+    def _sent_dtype(self, source: _Source) -> torch.dtype:
+        return source.dtype if self._transform is None else self.export_dtype(source)
+
+    def _block(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the words of a block, and the block as a view of them."""
+        if self._words is None:
+            self._words = torch.empty(self._num_words, dtype=torch.int32, device=self._device)
+        return _words_and_view(shape, dtype, self._device, self._words)
 
     @torch.no_grad()
     def gather(self, source: _Source, experts: range | None) -> tuple[Tensor, bool]:
-        """Return the full value, and whether it is memory of its own rather than a view of live weights."""
-        group = self.pipeline_group
+        """Return the full value, good until the next one, and whether it is memory of its own."""
+        group = self._group
         block = None
         if source.value is not None and (group is None or dist.get_rank(group) == source.owner):
-            block = _gather_whole(source.value) if experts is None else _gather_experts(source.value, experts)
-            if self.transform is not None:
-                block = self.transform(source.fqn, experts, block).to(self.export_dtype(source))
+            block = _gather_whole(source.value) if experts is None else self._gather_experts(source.value, experts)
+            if self._transform is not None:
+                block = self._transform(source.fqn, experts, block).to(self.export_dtype(source))
         if group is not None:
-            shape = source.shape if experts is None else (len(experts), *source.shape[1:])
-            sent = source.dtype if self.transform is None else self.export_dtype(source)
-            if block is None:
-                block = torch.empty(shape, dtype=sent, device=self.device)
+            if block is None and experts is None:
+                block = torch.empty(source.shape, dtype=self._sent_dtype(source), device=self._device)
+            elif block is None and experts is not None:
+                _, block = self._block((len(experts), *source.shape[1:]), self._sent_dtype(source))
+            assert block is not None
             block = block.contiguous()
             dist.broadcast(_as_bytes(block), group=group, group_src=source.owner)
         assert block is not None
-        return block, source.value is None or not _share_memory(block, source.value)
+        return block, experts is None and (source.value is None or not _share_memory(block, source.value))
+
+    def _gather_experts(self, value: Tensor, experts: range) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value[experts.start : experts.stop]
+        words, block = self._block((len(experts), *value.shape[1:]), value.dtype)
+        _gather_rows(value, experts, words, block)
+        return block
 
 
 def _gather_whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    if not _is_strided(value):
+        return value.full_tensor()
+    # torch gathers strided shards, too, but needs the memory twice to put them in order, and warns of it.
+    words, block = _words_and_view(tuple(value.shape), value.dtype, value.device)
+    _gather_rows(value, range(value.shape[0]), words, block)
+    return block
 
 
-def _gather_experts(value: Tensor, experts: range) -> Tensor:
-    """Return some experts of a stack, whole.
+def _words_and_view(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, words: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return memory in words of four bytes, new or the first ones of ``words``, and a tensor that is a view of it."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    num_words = -(-num_bytes // 4)
+    words = torch.empty(num_words, dtype=torch.int32, device=device) if words is None else words[:num_words]
+    return words, words.view(torch.uint8)[:num_bytes].view(dtype).view(shape)
 
-    Each rank puts its part into zeros, and integers are summed over the axes that shard the stack: every element comes
+
+def _gather_rows(value: DTensor, rows: range, words: Tensor, block: Tensor) -> None:
+    """Gather some rows of a tensor into ``block``, a view of ``words``.
+
+    Each rank puts its part into zeros, and integers are summed over the axes that shard the tensor: every element comes
     from one rank of these, so the sum has its very bits, whatever they stand for.
     """
-    if not isinstance(value, DTensor):
-        return value[experts.start : experts.stop]
     if any(placement.is_partial() for placement in value.placements):
         value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
-    shape = (len(experts), *value.shape[1:])
-    # Four bytes at a time: back-ends sum no two-byte integers. Elements that share such a word may come from two ranks,
-    # and as each sets its own bits only there is no carry.
-    num_bytes = math.prod(shape) * value.dtype.itemsize
-    words = torch.zeros(-(-num_bytes // 4), dtype=torch.int32, device=value.device)
-    block = words.view(torch.uint8)[:num_bytes].view(value.dtype).view(shape)
     local, box = value.to_local(), _local_box(value)
-    first = max(experts.start, box[0].start)
-    last = max(first, min(experts.stop, box[0].stop))
-    inside = (slice(first - experts.start, last - experts.start), *(slice(r.start, r.stop) for r in box[1:]))
+    first = max(rows.start, box[0].start)
+    last = max(first, min(rows.stop, box[0].stop))
+    inside = (slice(first - rows.start, last - rows.start), *(slice(r.start, r.stop) for r in box[1:]))
+    words.zero_()
     block[inside].copy_(local[first - box[0].start : last - box[0].start])
     for axis, placement in enumerate(value.placements):
         if not placement.is_replicate() and value.device_mesh.size(axis) > 1:
+            # Words, for back-ends sum no two-byte integers. Elements that share one may come from two ranks, and as
+            # each sets its own bits only there is no carry.
             dist.all_reduce(words, group=value.device_mesh.get_group(axis))
-    return block
 
 
 def _local_box(value: DTensor) -> list[range]:
@@ -248,13 +296,21 @@ def _split_order(value: DTensor, dim: int) -> list[int]:
         placement: Any = value.placements[axis]
         if placement.is_replicate() or placement.is_partial() or placement.dim != dim:
             continue
-        # Public placements say nothing of strides; the class that does is private and adds this attribute.
-        before, factor = 0, int(getattr(placement, "split_factor", 1))
+        before, factor = 0, _split_factor(placement)
         while factor > 1 and before < len(order):
             factor //= mesh.size(order[before])
             before += 1
         order.insert(before, axis)
     return order
+
+
+def _split_factor(placement: Any) -> int:
+    # Public placements say nothing of strides; the class that does is private and adds this attribute.
+    return int(getattr(placement, "split_factor", 1))
+
+
+def _is_strided(value: DTensor) -> bool:
+    return any(_split_factor(placement) > 1 for placement in value.placements)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -310,7 +366,7 @@ def _agreed_sources(
             )
         elif is_streamed:
             sources.append(_Source(fqn, shape, dtype, owner, pieces, values.get(fqn)))
-    problems += _unknown_splits(source for source in sources if source.is_stack)
+    problems += _unknown_splits(sources)
     _raise_together(problems)
     return sources
 
@@ -320,9 +376,9 @@ def _piece_shape(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*own[:-2], own[-1], own[-2]) if piece.transposed else own
 
 
-def _unknown_splits(stacks: Iterator[_Source]) -> Iterator[str]:
-    for source in stacks:
-        if isinstance(source.value, DTensor):
+def _unknown_splits(sources: list[_Source]) -> Iterator[str]:
+    for source in sources:
+        if isinstance(source.value, DTensor) and (source.is_stack or _is_strided(source.value)):
             try:
                 _local_box(source.value)
             except RuntimeError as error:

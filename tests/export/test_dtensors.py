@@ -208,9 +208,8 @@ def test_a_stack_is_never_whole(layout: str) -> None:
     expert = 32 * 8 * 4
     for experts in (1, 4):
         for peak, whole in run_workers(LAYOUTS[layout][0], walk_and_count, layout, experts * expert + 1):
-            # One block, and one expert as it is yielded; some bytes for torch's own small tensors.
-            assert (experts + 1) * expert <= peak <= (experts + 1) * expert + KILOBYTE // 2
-            assert peak < whole
+            # One block, and one expert as it is yielded.
+            assert peak == (experts + 1) * expert < whole
 
 
 def stop_early(layout: str) -> None:
@@ -242,10 +241,9 @@ def with_grads(layout: str) -> None:
         if index == 0:
             parameter.requires_grad_(False)
             continue
-        with torch.no_grad():
-            parameter.grad = parameter * 1.0
-            parameter.grad.to_local().neg_()
-        gradients[name] = -full[name]
+        parameter.grad = parameter.detach().clone()
+        bits(parameter.grad.to_local()).add_(1)  # arithmetic would change some NaNs
+        gradients[name] = (bits(full[name]) + 1).view(torch.float32)
     buffers = {"buffer": torch.ones(3)}
     everything = {**full, **buffers}
     stream = stream_dtensors({**parameters, **buffers}, plan_of(everything), Names(), bucket_bytes=200, grads=True)
