@@ -31,7 +31,7 @@ from lightning_rl_engines.models.titan.stages import Stage, check_sizes, cut_sta
 from lightning_rl_engines.models.titan.token_model import AttentionOptions, TitanTokenModel, share_caches
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from lightning_rl_engines.models.config import ModelConfig
 
@@ -90,20 +90,20 @@ def build_titan_model(
         parts,
         spec.names,
         config,
-        prepared.hf_config,
+        prepared.hf.config,
         gather=options.gather,
         tied=spec.model.enable_weight_tying,
         plain_name=str if prepared.adapter is None else prepared.adapter.plain_name,
     )
     adapter = None
     if prepared.adapter is not None:
-        adapter = start_adapter(parts, prepared.adapter, config, prepared.names, options.gather)
+        adapter = start_adapter(parts, prepared.adapter, prepared.hf, config, prepared.names, options.gather)
     share_caches(parts)
     return TitanTokenModel(
         parts,
         stages=[stage.index for stage in prepared.stages],
         model_config=config,
-        config=prepared.hf_config,
+        config=prepared.hf.config,
         export_plan=prepared.plan,
         names=prepared.names,
         attention=AttentionOptions(prepared.kernel, options.dims.cp_enabled, _sliding_window(spec.model)),
@@ -115,7 +115,7 @@ def build_titan_model(
 class _Prepared:
     """What is known of a model before any collective."""
 
-    hf_config: "PretrainedConfig"
+    hf: "PreTrainedModel"
     spec: TitanSpec
     names: HFNames
     plan: ExportPlan
@@ -157,7 +157,7 @@ def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *
         _freeze(stage.model, names, config.freeze)
         if not trainable:
             stage.model.requires_grad_(False)
-    return _Prepared(hf.config, replace(spec, model=model), names, plan, kernel, stages, adapter)
+    return _Prepared(hf, replace(spec, model=model), names, plan, kernel, stages, adapter)
 
 
 def _refuse_options(config: "ModelConfig") -> None:

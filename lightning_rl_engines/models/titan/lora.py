@@ -161,14 +161,12 @@ class TitanAdapter:
         layers: Name of each adapted linear layer to its rank and scaling.
         trained: Names of the modules that a copy is trained of.
         sources: Name of each adapter tensor inside peft's model to its name in the torchtitan model.
-        hf: peft's model, on meta; it draws fresh weights.
     """
 
     adapter: Adapter
     layers: Mapping[str, tuple[int, float]]
     trained: tuple[str, ...]
     sources: Mapping[str, str]
-    hf: "PreTrainedModel"
 
     @property
     def places(self) -> frozenset[str]:
@@ -228,7 +226,7 @@ def plan_adapter(
         merged_names={_inside(source, place, "trained"): source for source, place in moved.items()},
         peft_names={own: source for source, own in sources.items()},
     )
-    return TitanAdapter(adapter, layers, tuple(trained), sources, hf)
+    return TitanAdapter(adapter, layers, tuple(trained), sources)
 
 
 def adapt(model: nn.Module, plan: TitanAdapter) -> None:

@@ -12,7 +12,7 @@ from lightning_rl_engines.export.plan import ExportPlan
 from lightning_rl_engines.models.agreement import raise_on_all_ranks
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.fingerprint import fingerprint, sample_bits, sampled
-from lightning_rl_engines.models.lora import Adapter, fresh_weights, read_adapter_weights, require_fit
+from lightning_rl_engines.models.lora import fresh_weights, read_adapter_weights, require_fit
 from lightning_rl_engines.models.lora_config import lora_from_dict, read_adapter_config
 from lightning_rl_engines.models.titan.lora import TitanAdapter, TrainedCopy
 from lightning_rl_engines.models.titan.names import HFNames, HFPiece
@@ -20,6 +20,7 @@ from lightning_rl_engines.models.titan.shards import LocalShard
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedModel
 
 _ABSENT = torch.iinfo(torch.int32).min
 """Less than the bits of any sample."""
@@ -37,34 +38,40 @@ def lora_options(config: ModelConfig) -> "LoraConfig | None":
 def start_adapter(
     parts: Sequence[nn.Module],
     plan: TitanAdapter,
+    hf: "PreTrainedModel",
     config: ModelConfig,
     names: HFNames,
     gather: Callable[[Any], list[Any]],
-) -> Adapter:
+) -> TitanAdapter:
     """Give an adapter its first weights and look at the base under it; collective over the world.
 
     Args:
         parts: This rank's part of the model, its base loaded.
         plan: Where the adapter lies.
+        hf: peft's model, on meta; it draws fresh weights.
         config: What is built.
         names: Where tensors of the base lie.
         gather: Returns the host objects of all ranks, in rank order.
+
+    Returns:
+        The plan, with the fingerprint of the base.
 
     Raises:
         ValueError: On all ranks: the tensors of ``config.adapter`` are not those of the adapter.
     """
     error: Exception | None = None
     try:
-        fill_adapter(parts, plan, config)
+        fill_adapter(parts, plan, hf, config)
     except Exception as exception:  # of any type: the other ranks go on
         error = exception
     raise_on_all_ranks(config, error, gather)
     held = ((plan.plain_name(name), tensor) for part in parts for name, tensor in part.state_dict().items())
     base = {name: tensor for name, tensor in held if name in plan.adapter.base_plan.by_source}
-    return replace(plan.adapter, fingerprint=base_fingerprint(base, plan.adapter.base_plan, names))
+    found = base_fingerprint(base, plan.adapter.base_plan, names)
+    return replace(plan, adapter=replace(plan.adapter, fingerprint=found))
 
 
-def fill_adapter(parts: Sequence[nn.Module], plan: TitanAdapter, config: ModelConfig) -> None:
+def fill_adapter(parts: Sequence[nn.Module], plan: TitanAdapter, hf: "PreTrainedModel", config: ModelConfig) -> None:
     """Give a sharded adapter its first weights, those of a fresh one in any engine or of ``config.adapter``; local.
 
     The base is loaded before. Each rank reads or draws one layer at a time.
@@ -72,6 +79,7 @@ def fill_adapter(parts: Sequence[nn.Module], plan: TitanAdapter, config: ModelCo
     Args:
         parts: This rank's part of the model.
         plan: Where the adapter lies.
+        hf: peft's model, on meta; it draws fresh weights.
         config: The seed, or the folder.
 
     Raises:
@@ -79,7 +87,7 @@ def fill_adapter(parts: Sequence[nn.Module], plan: TitanAdapter, config: ModelCo
     """
     shards = {fqn: LocalShard(t) for part in parts for fqn, t in part.state_dict().items() if fqn in plan.places}
     if config.adapter is None:
-        for source, tensor in fresh_weights(plan.hf, plan.adapter.config, config.seed):
+        for source, tensor in fresh_weights(hf, plan.adapter.config, config.seed):
             _fill(shards, plan.sources[source], tensor)
         for part in parts:
             for module in part.modules():

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_rl_engines.algorithms.outputs import TokenOutputs
 from lightning_rl_engines.models.cost import document_cost
 from lightning_rl_engines.models.titan.attention import RowMask, row_mask
-from lightning_rl_engines.models.titan.lora import adapters_disabled
+from lightning_rl_engines.models.titan.lora import TitanAdapter, adapters_disabled
 from lightning_rl_engines.models.titan.names import HFNames, checkpoint_name
 from lightning_rl_engines.models.token_model import TokenModel, inverse_temperature, scatter_predicted
 
@@ -65,7 +65,7 @@ class TitanTokenModel(TokenModel):
         export_plan: "ExportPlan",
         names: HFNames,
         attention: AttentionOptions,
-        adapter: "Adapter | None" = None,
+        adapter: TitanAdapter | None = None,
     ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
@@ -75,16 +75,16 @@ class TitanTokenModel(TokenModel):
         self.export_plan = export_plan
         self.names = names
         self.attention = attention
-        self._adapter = adapter
+        self.titan_adapter = adapter
 
     @property
     @override
     def adapter(self) -> "Adapter | None":
-        return self._adapter
+        return None if self.titan_adapter is None else self.titan_adapter.adapter
 
     @override
     def disable_adapter(self) -> AbstractContextManager[None]:
-        return super().disable_adapter() if self._adapter is None else adapters_disabled(self)
+        return super().disable_adapter() if self.titan_adapter is None else adapters_disabled(self)
 
     @property
     @override
@@ -95,10 +95,11 @@ class TitanTokenModel(TokenModel):
     def checkpoint_names(self) -> Mapping[str, str]:
         names: dict[str, str] = {}
         first: dict[int, str] = {}
+        adapter = self.adapter
         for index, part in enumerate(self.parts):
             for fqn, tensor in part.state_dict(keep_vars=True).items():
-                if self._adapter is not None and fqn in self._adapter.peft_names:
-                    name = f"hf.{self._adapter.peft_name(fqn)}"
+                if adapter is not None and fqn in adapter.peft_names:
+                    name = f"hf.{adapter.peft_name(fqn)}"
                 else:
                     name = checkpoint_name(self.names, fqn, tuple(tensor.shape))
                 names[f"parts.{index}.{fqn}"] = first.setdefault(id(tensor), name)
