@@ -107,7 +107,7 @@ def describe(
 
     ``checked_columns`` are per-document columns among the required ones that a loss wants to see of all ranks.
     """
-    error = _find_error(experience, vocab_size, temperature, required_columns)
+    error = _find_error(experience, vocab_size, temperature, required_columns, ("group_ids", *checked_columns))
     if error is not None:
         return Description(data_rank=data_rank, error=error)
     groups = tuple(experience["group_ids"].tolist()) if "group_ids" in experience else None
@@ -130,11 +130,21 @@ def _fingerprint(column: torch.Tensor) -> int:
 
 
 def _find_error(
-    experience: Experience, vocab_size: int, temperature: float | str, required_columns: Sequence[str]
+    experience: Experience,
+    vocab_size: int,
+    temperature: float | str,
+    required_columns: Sequence[str],
+    document_columns: Sequence[str],
 ) -> str | None:
     for name in ("response_mask", *required_columns):
         if name not in experience:
             return f"the experience has no column {name!r}, which is needed here; it has {experience.column_names}"
+    for name in document_columns:
+        if name in experience.token_columns:
+            return (
+                f"column {name!r} has a number per token and needs one per document; replace it by "
+                f"experience.drop({name!r}).with_document_columns({name}=...)"
+            )
     if isinstance(temperature, str):
         if temperature not in experience:
             return f"temperature={temperature!r} names no column of the experience; it has {experience.column_names}"

@@ -41,6 +41,7 @@ def raise_everywhere(folder: str, documents: Documents) -> dict[str, str]:
         ids = good["input_ids"].clone()
         if bad:
             ids[good.lengths[0] + 2] = 64
+        per_token = good.drop("group_ids").with_token_columns(group_ids=torch.zeros_like(ids))
         swapped = documents.experience([2, 3] if rank == 1 else [0, 1]) if not bad else good
         other = good["advantages"] + float(rank == 1)
         cases: dict[str, Any] = {
@@ -57,6 +58,7 @@ def raise_everywhere(folder: str, documents: Documents) -> dict[str, str]:
                 good.with_document_columns(temperature=good["temperature"] * (0.0 if bad else 1.0)),
                 temperature="temperature",
             ),
+            "groups per token": lambda: infer(per_token if bad else good),
             "no such column": lambda: infer(good, temperature="heat"),
             "columns": lambda: infer(good.drop("advantages") if bad else good),
         }
@@ -89,6 +91,7 @@ def test_bad_calls_are_refused_on_all_ranks_together_with_the_place() -> None:
         "forward": ["forward_only=False", "forward_only=True"],
         "temperature": ["temperature=0.0", "1.0"],
         "temperature column": ["rank 2: ", "'temperature'", "not positive"],
+        "groups per token": ["rank 2: ", "rank 3: ", "'group_ids'", "one per document", "with_document_columns"],
         "no such column": ["temperature='heat'", "input_ids"],
         "columns": ["rank 2", "'advantages'"],
     }

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -222,12 +223,7 @@ class PolicyLossBase(TokenLoss):
         Raises:
             ValueError: A required column is missing, or an output that the loss needs.
         """
-        missing = [name for name in self.required_columns if name not in micro_batch]
-        if missing:
-            raise ValueError(
-                f"{type(self).__name__} needs the column {missing[0]!r}, which the experience lacks; "
-                f"it needs {', '.join(self.required_columns)}"
-            )
+        require_columns(type(self).__name__, self.required_columns, micro_batch)
         mask = micro_batch["response_mask"].bool()
         old = masked(micro_batch.per_token("old_log_probs"), mask) if "old_log_probs" in micro_batch else None
         inputs = PolicyInputs(
@@ -323,3 +319,16 @@ def fraction_metrics(
         Metrics.
     """
     return {name: aggregate(condition.float(), micro_batch, mode) for name, condition in conditions.items()}
+
+
+def require_columns(name: str, columns: Sequence[str], micro_batch: "MicroBatch") -> None:
+    """Check that a micro-batch has the columns that a loss reads.
+
+    Raises:
+        ValueError: One is missing.
+    """
+    missing = [column for column in columns if column not in micro_batch]
+    if missing:
+        raise ValueError(
+            f"{name} needs the column {missing[0]!r}, which the experience lacks; it needs {', '.join(columns)}"
+        )

@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
 from lightning_rl_engines.algorithms.aggregation import masked
-from lightning_rl_engines.algorithms.losses.base import Metrics
+from lightning_rl_engines.algorithms.losses.base import Metrics, require_columns
 from lightning_rl_engines.algorithms.outputs import LossOutput, TokenOutputs
 
 if TYPE_CHECKING:
@@ -103,12 +103,7 @@ class DocumentLoss(ABC):
         Raises:
             ValueError: One is missing.
         """
-        missing = [name for name in self.required_columns if name not in micro_batch]
-        if missing:
-            raise ValueError(
-                f"{type(self).__name__} needs the column {missing[0]!r}, which the experience lacks; "
-                f"it needs {', '.join(self.required_columns)}"
-            )
+        require_columns(type(self).__name__, self.required_columns, micro_batch)
 
     def scores(self, outputs: TokenOutputs, micro_batch: "MicroBatch") -> Tensor:
         """Return the value at the last response token of each document. Collective over the sequence group.

@@ -7,7 +7,7 @@ import torch
 from typing_extensions import override
 
 from lightning_rl_engines.algorithms.aggregation import AggregationMode, masked
-from lightning_rl_engines.algorithms.losses.base import Metrics, TokenLoss, fraction_metrics
+from lightning_rl_engines.algorithms.losses.base import Metrics, TokenLoss, fraction_metrics, require_columns
 from lightning_rl_engines.algorithms.outputs import LossOutput, TokenOutputs
 
 if TYPE_CHECKING:
@@ -59,12 +59,7 @@ class ValueLoss(TokenLoss):
     def __call__(self, outputs: TokenOutputs, micro_batch: "MicroBatch") -> LossOutput:
         if outputs.values is None:
             raise ValueError("ValueLoss needs outputs.values, got None; use a model with head='value', not 'lm'")
-        missing = [name for name in self.required_columns if name not in micro_batch]
-        if missing:
-            raise ValueError(
-                f"ValueLoss needs the column {missing[0]!r}, which the experience lacks; "
-                f"it needs {', '.join(self.required_columns)}"
-            )
+        require_columns("ValueLoss", self.required_columns, micro_batch)
         mask = micro_batch["response_mask"].bool()
         values = masked(outputs.values, mask)
         returns = masked(micro_batch.per_token("returns"), mask)
