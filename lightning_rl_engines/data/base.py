@@ -77,6 +77,13 @@ class ShardedDataModule(LightningDataModule, Generic[Raw, Item, Batch]):
             self._items.pop(split, None)
             if split not in self._raw:
                 self._raw[split] = self.read(split)
+        if stage == "fit" and not self._raw["val"]:
+            # Lightning asks whoever overrides the hook, and warns of an empty answer; `from_datasets` does the same.
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+
+    @override
+    def teardown(self, stage: str) -> None:
+        self.__dict__.pop("val_dataloader", None)
 
     @override
     def train_dataloader(self) -> ShardedLoader[Batch]:

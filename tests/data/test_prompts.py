@@ -4,10 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
 
 from lightning_rl_engines.data import PromptDataModule
 from lightning_rl_engines.rollout import Prompt
 from tests.rollout.stubs import character_tokenizer, save_character_tokenizer
+from tests.support.lightning_env import make_trainer
 
 
 @pytest.fixture
@@ -100,7 +103,6 @@ def test_missing_files_tokenizers_and_data_are_named(tmp_path: Path, tokenizer: 
     data.setup("fit")
     with pytest.raises(ValueError, match=r"needs 8 items for a batch, and there are 1; use at most batch_size=1"):
         data.train_dataloader()
-    assert data.val_dataloader() == []
     data.setup("test")
     with pytest.raises(ValueError, match=r"test=None"):
         data.test_dataloader()
@@ -157,3 +159,35 @@ def test_another_module_encodes_with_its_own_tokenizer(tmp_path: Path) -> None:
         data.setup("fit")
         seen += [prompt.token_ids for batch in data.train_dataloader() for prompt in batch]
     assert seen == [[3, 4], [103, 104]]
+
+
+class Counting(LightningModule):
+    """Counts validation batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = torch.nn.Linear(1, 1)
+        self.validated = 0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += 1
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+def test_without_validation_data_lightning_neither_validates_nor_warns(tmp_path: Path) -> None:
+    file = _write(tmp_path / "train.jsonl", [{"prompt": [1, 2]}, {"prompt": [3]}])
+    seen = []
+    for val in (None, file):
+        module, data = Counting(), PromptDataModule(train=file, val=val, batch_size=1)
+        for _ in range(2):
+            trainer = make_trainer("auto", max_epochs=1, num_sanity_val_steps=0)
+            trainer.fit(module, datamodule=data)
+        seen.append(module.validated)
+    assert seen == [0, 4]
