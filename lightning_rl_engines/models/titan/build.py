@@ -24,7 +24,7 @@ from lightning_rl_engines.models.titan.attention import PackedAttention, select_
 from lightning_rl_engines.models.titan.families import TitanSpec, titan_spec
 from lightning_rl_engines.models.titan.heads import log_prob_head, value_head
 from lightning_rl_engines.models.titan.loading import load_weights
-from lightning_rl_engines.models.titan.lora import TitanAdapter, adapt, plan_adapter
+from lightning_rl_engines.models.titan.lora import TitanAdapter, adapt, plan_adapter, require_trained
 from lightning_rl_engines.models.titan.lora_weights import lora_options, start_adapter
 from lightning_rl_engines.models.titan.names import HFNames
 from lightning_rl_engines.models.titan.stages import Stage, check_sizes, cut_stages
@@ -126,7 +126,8 @@ class _Prepared:
 
 def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *, trainable: bool) -> _Prepared:
     _refuse_options(config)
-    hf = load_hf_model(config, dtype=dtype, device="meta", empty=True)
+    # It never runs, and not every family has another kernel.
+    hf = load_hf_model(config, dtype=dtype, device="meta", attn_implementation="eager", empty=True)
     dims = options.dims
     spec = titan_spec(hf.config, attention=PackedAttention.Config(), max_seq_len=hf.config.max_position_embeddings)
     critic = config.head == "value"
@@ -157,6 +158,8 @@ def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *
         _freeze(stage.model, names, config.freeze)
         if not trainable:
             stage.model.requires_grad_(False)
+    if adapter is not None and trainable:
+        require_trained([stage.model for stage in stages], adapter)
     return _Prepared(hf, replace(spec, model=model), names, plan, kernel, stages, adapter)
 
 

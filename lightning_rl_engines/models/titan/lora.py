@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -251,6 +251,21 @@ def adapt(model: nn.Module, plan: TitanAdapter) -> None:
                 "'lm_head', 'norm' or 'up_proj'."
             )
         _put(model, place, TrainedCopy(module))
+
+
+def require_trained(parts: Sequence[nn.Module], plan: TitanAdapter) -> None:
+    """Refuse an adapter that leaves this rank nothing to train: optimizers have no place for that.
+
+    Raises:
+        ValueError: The stages of a pipeline that this rank holds have no part of the adapter.
+    """
+    if not any(parameter.requires_grad for part in parts for parameter in part.parameters()):
+        adapted = sorted({*plan.layers, *plan.trained})
+        raise ValueError(
+            f"LoraConfig(target_modules=..., layers_to_transform={plan.adapter.config.layers_to_transform!r}) trains "
+            f"nothing in a stage of the pipeline, only {adapted[:3]} and such elsewhere; adapt layers of every stage, "
+            "or use pipeline_parallel_degree=1."
+        )
 
 
 @contextmanager

@@ -104,7 +104,7 @@ class RandomModel:
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        model = load_hf_model(config, dtype=dtype, device="cpu")
+        model = load_hf_model(config, dtype=dtype, device="cpu", attn_implementation="eager")
         self._plan = plan_from_hf_model(model)
         self._state = model.state_dict()
 
