@@ -55,7 +55,14 @@ from lightning_rl_engines.data import (
     exact_match,
     last_number_match,
 )
-from lightning_rl_engines.export import HFFolderSink, InferenceClient, InferenceServerSink, ModuleSink, WeightSink
+from lightning_rl_engines.export import (
+    HFFolderSink,
+    InferenceClient,
+    InferenceServerSink,
+    LoRAInferenceClient,
+    ModuleSink,
+    WeightSink,
+)
 from lightning_rl_engines.models import ModelConfig, TokenModel
 from lightning_rl_engines.modules import (
     ActorCriticModule,
@@ -92,6 +99,7 @@ __all__ = [
     "InferenceClient",
     "InferenceServerSink",
     "LengthPenalty",
+    "LoRAInferenceClient",
     "LossOutput",
     "MicroBatch",
     "ModelConfig",

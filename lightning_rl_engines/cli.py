@@ -6,9 +6,11 @@ import sys
 import warnings
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import torch.distributed as dist
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
@@ -39,7 +41,7 @@ from lightning_rl_engines.strategies.engine import Engine
 DESCRIPTION = """RL post-training of language models.
 
 lightning-rl fit|validate|test|predict --config FILE [--OPTION VALUE ...]
-lightning-rl export --checkpoint DIR --output DIR     a checkpoint as a Hugging Face folder
+lightning-rl export --checkpoint DIR --output DIR     a checkpoint as a Hugging Face folder; under torchrun, too
 lightning-rl fit --model.help PolicyModule            the options of a module; also --data.help PromptDataModule
 lightning-rl fit --config FILE --print_config         everything that would be used
 lightning-rl fit --config FILE --ckpt_path last       go on after an interruption
@@ -77,7 +79,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Run `lightning-rl export`: turn a checkpoint into a Hugging Face folder, in this process."""
+    """Run `lightning-rl export`: turn a checkpoint into a Hugging Face folder, in all processes of torchrun."""
     parser = ArgumentParser(prog="lightning-rl export", description="Turn a checkpoint into a Hugging Face folder.")
     parser.add_argument("--checkpoint", type=str, required=True, help="The folder that a run saved, e.g. last.ckpt.")
     parser.add_argument("--output", type=str, required=True, help="The folder to write; an export there is replaced.")
@@ -85,6 +87,7 @@ def export(arguments: Sequence[str]) -> None:
         "--dtype", type=DTypeName | None, default=None, help="Type of the exported weights; by default the stored one."
     )
     parser.add_argument("--model", type=str, default="policy", help="Which of the module's models.")
+    parser.add_argument("--max_shard_size", type=str, default="5GB", help="The largest file.")
     parser.add_argument(
         "--weights",
         type=Literal["full", "merged", "adapter"] | None,
@@ -92,15 +95,49 @@ def export(arguments: Sequence[str]) -> None:
         help="Of a run with LoRA: base plus adapter (the default), or the adapter as a peft folder.",
     )
     options = parser.parse_args(list(arguments))
+    with _processes() as ranks:
+        try:
+            path = export_checkpoint(
+                options.checkpoint,
+                options.output,
+                dtype=options.dtype,
+                model=options.model,
+                max_shard_size=options.max_shard_size,
+                weights=options.weights,
+                ranks=ranks,
+            )
+        except ValueError as error:
+            if _debugging():
+                raise
+            _fail(str(error))
+    if ranks is None or ranks.global_rank == 0:
+        print(f"Wrote {path}.")
+
+
+@contextmanager
+def _processes() -> Iterator["_Processes | None"]:
+    """The processes that torchrun has started, while the context lasts; ``None`` for one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    dist.init_process_group("gloo")
     try:
-        path = export_checkpoint(
-            options.checkpoint, options.output, dtype=options.dtype, model=options.model, weights=options.weights
-        )
-    except ValueError as error:
-        if _debugging():
-            raise
-        _fail(str(error))
-    print(f"Wrote {path}.")
+        yield _Processes()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Processes:
+    """All ranks of the process group."""
+
+    @property
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def all_gather_objects(self, item: Any) -> list[Any]:
+        items: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(items, item)
+        return items
 
 
 class _HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):

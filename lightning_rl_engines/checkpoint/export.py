@@ -1,7 +1,7 @@
-"""Turns a training checkpoint into a Hugging Face folder, in one process and without a Trainer."""
+"""Turns a training checkpoint into a Hugging Face folder, in one process or several, without a Trainer."""
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +14,7 @@ from lightning_rl_engines.checkpoint.adapter import METADATA_KEY, rebuild_model
 from lightning_rl_engines.checkpoint.training import read_metadata
 from lightning_rl_engines.export.folder import HFFolderSink
 from lightning_rl_engines.export.plan import ExportPlan, plan_from_hf_model
-from lightning_rl_engines.export.sinks import ExportContext
+from lightning_rl_engines.export.sinks import Communicator, ExportContext, drain
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
 from lightning_rl_engines.models.huggingface import load_generation_config, load_hf_model
 from lightning_rl_engines.models.lora import load_adapter
@@ -32,11 +32,12 @@ def export_checkpoint(
     model: str = "policy",
     max_shard_size: int | str = "5GB",
     weights: Literal["full", "merged", "adapter"] | None = None,
+    ranks: Communicator | None = None,
 ) -> Path:
-    """Write a model of a training checkpoint as a Hugging Face folder; one process, on the host.
+    """Write a model of a training checkpoint as a Hugging Face folder, on the host.
 
     Weights are read one stored tensor at a time, so the host needs room for one file and one of these; for the whole
-    model where an adapter is merged. During a run :class:`~lightning_rl_engines.WeightExport` writes with all ranks.
+    model where an adapter is merged. Several processes read and write whole files in turn.
 
     Args:
         checkpoint: A folder that a run saved, such as ``runs/grpo/checkpoints/last.ckpt``.
@@ -46,6 +47,7 @@ def export_checkpoint(
         max_shard_size: Largest file, in bytes or as ``"5GB"``.
         weights: ``"full"``; of a run with LoRA ``"merged"`` (base plus adapter) or ``"adapter"`` (a PEFT folder);
             ``None`` for ``"full"`` or ``"merged"``, whichever there is. Merging reads the base from where the run did.
+        ranks: The processes that share the work, all of which call this; ``None`` for this one alone.
 
     Returns:
         The folder.
@@ -61,14 +63,14 @@ def export_checkpoint(
         have = "whole weights" if adapter is None else "an adapter"
         raise ValueError(f"weights={weights!r}: checkpoint={str(path)!r} holds {have} of {model!r}; leave it out.")
     target = None if dtype is None else torch_dtype(dtype)
+    sink = HFFolderSink(path=str(output), max_shard_size=max_shard_size)
     if adapter is None:
-        hf, plan, stream = _full(config, path, model, target)
+        hf, plan, stream = _full(config, path, model, target, sink.takes)
         adapter_config = None
     else:
         merged = weights != "adapter"
         hf, plan, stream, options = _adapted(config, adapter, path, model, target, merged=merged)
         adapter_config = None if merged else options
-    sink = HFFolderSink(path=str(output), max_shard_size=max_shard_size)
     context = ExportContext(
         step=metadata["global_step"],
         config=hf.config,
@@ -76,18 +78,22 @@ def export_checkpoint(
         tokenizer=_tokenizer(config),
         adapter_config=adapter_config,
     )
-    sink.open(plan, context)
-    try:
-        for name, tensor in stream:
-            sink.write(name, tensor)
-        sink.close()
-    except BaseException as error:
-        sink.abort(error)
-        raise
+    drain(stream, sink, ranks or _ThisProcess(), plan=plan, context=context)
     return Path(output)
 
 
-def _full(config: ModelConfig, path: Path, model: str, dtype: torch.dtype | None) -> tuple[Any, ExportPlan, _Stream]:
+class _ThisProcess:
+    """A world of one."""
+
+    global_rank = 0
+
+    def all_gather_objects(self, item: Any) -> list[Any]:
+        return [item]
+
+
+def _full(
+    config: ModelConfig, path: Path, model: str, dtype: torch.dtype | None, takes: Callable[[int], bool]
+) -> tuple[Any, ExportPlan, _Stream]:
     with torch.device("meta"):
         hf = load_hf_model(config, device="meta", empty=True)
     plan = plan_from_hf_model(hf)
@@ -97,9 +103,12 @@ def _full(config: ModelConfig, path: Path, model: str, dtype: torch.dtype | None
         from lightning_rl_engines.models.titan.saved import saved_weights
 
         tensors = saved_weights(hf.config, plan, saved.names, saved.read, is_critic=config.head == "value")
-    else:
-        tensors = saved.by_plan(plan)
-    return hf, plan, ((name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in tensors)
+        return hf, plan, ((name, _cast(tensor, dtype)) for name, tensor in tensors)
+    return hf, plan, saved.by_plan(plan, dtype, takes)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _adapted(
@@ -109,10 +118,9 @@ def _adapted(
     adapter = built.adapter
     assert adapter is not None
     options = adapter_config_dict(adapter.config)
-    tensors = _Saved(path, f"model.{model}.").by_plan(adapter.plan)
+    tensors = _Saved(path, f"model.{model}.").by_plan(adapter.plan, None if merged else dtype)
     if not merged:
-        stream = ((name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in tensors)
-        return built.hf, adapter.plan, stream, options
+        return built.hf, adapter.plan, tensors, options
     load_adapter(built.hf, adapter.plan, dict(tensors), f"checkpoint={str(path)!r}")
     return built.hf, adapter.base_plan, stream_weights(built, built, "merged", dtype), options
 
@@ -168,18 +176,44 @@ class _Saved:
         Raises:
             ValueError: There is none of this name.
         """
-        entry = self._entries.get(name)
+        tensor = torch.empty_like(self.shape_of(name), device="cpu")
         full_name = f"{self.prefix}{name}"
-        if entry is None:
-            raise ValueError(f"checkpoint={str(self.path)!r} holds no tensor {full_name!r}; it is of another model.")
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
             # torch warns that it loads in one process, which is what is asked for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             dcp.load({full_name: tensor}, checkpoint_id=self.path, no_dist=True)
         return tensor
 
-    def by_plan(self, plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
-        """Yield the exported tensors, one stored tensor in memory at a time."""
+    def shape_of(self, name: str) -> Tensor:
+        """Return a tensor on meta, nothing is read.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ValueError(
+                f"checkpoint={str(self.path)!r} holds no tensor '{self.prefix}{name}'; it is of another model."
+            )
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+    def by_plan(
+        self, plan: ExportPlan, dtype: torch.dtype | None, takes: Callable[[int], bool] = lambda num_bytes: True
+    ) -> _Stream:
+        """Yield the exported tensors, one stored tensor in memory at a time.
+
+        Args:
+            plan: What to export.
+            dtype: Type to cast floating-point tensors to.
+            takes: Says of the next tensor's size whether its data are needed; others come on meta.
+        """
         for source in plan.by_source:
-            yield from plan.pieces(source, self.read(f"hf.{source}"))
+            pieces: dict[str, Tensor] = {}
+            for name, shape in plan.pieces(source, self.shape_of(f"hf.{source}")):
+                shape = _cast(shape, dtype)
+                if not takes(shape.nbytes):
+                    yield name, shape
+                    continue
+                if not pieces:
+                    pieces = dict(plan.pieces(source, self.read(f"hf.{source}")))
+                yield name, _cast(pieces.pop(name), dtype)

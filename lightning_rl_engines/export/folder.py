@@ -158,6 +158,17 @@ class HFFolderSink(WeightSink):
             self._filling = self._begin_shard()
         self._put(self._filling, name, tensor)
 
+    def takes(self, num_bytes: int) -> bool:
+        """Whether this rank writes the next tensor of the stream; of others it needs no data, only type and shape.
+
+        Args:
+            num_bytes: Size of that tensor.
+        """
+        filling = self._filling
+        starts_file = filling is None or num_bytes > self._limit or filling.size + num_bytes > self._limit
+        writer = self._begun % self._count if filling is None or starts_file else filling.writer
+        return writer == self._index
+
     @override
     def finish(self) -> None:
         if self._filling is not None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -43,6 +44,7 @@ class WideBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
+            tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if isinstance(tensor, Tensor) and is_wide(tensor):
                 storage = tensor.untyped_storage()
                 self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
@@ -111,6 +113,21 @@ def test_a_pass_of_the_engine_holds_tiles_and_saves_none(world: int, checkpointi
         # A tile of logits and what is computed from it, whatever the number of tokens and of words.
         assert found["largest"] <= TILE_BYTES
         assert TILE_BYTES <= found["peak"] <= 2 * TILE_BYTES
+        assert found["saved"] == 0
+
+
+@pytest.mark.parametrize(
+    ("world", "options"), [(1, {}), (2, {"tensor_parallel_degree": 2}), (2, {"context_parallel_degree": 2})]
+)
+def test_a_torchtitan_model_holds_tiles_of_its_shard_and_gathers_no_vocabulary(
+    world: int, options: dict[str, Any]
+) -> None:
+    architecture = tiny_config("llama", **SIZES).to_dict()
+    ids = random_documents(LENGTHS, vocabulary=VOCABULARY)
+    config = ModelConfig(from_config=architecture)
+    for found in run_workers(world, measure_engine, config, ids, engine="torchtitan", **options):
+        assert 0 < found["largest"] <= TILE_BYTES
+        assert found["peak"] <= 2 * TILE_BYTES
         assert found["saved"] == 0
 
 
