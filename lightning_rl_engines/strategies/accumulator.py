@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl_engines.algorithms.outputs import LossOutput, MetricReduction
+from lightning_rl_engines.algorithms.outputs import LossOutput, MetricReduction, TokenOutputs
+from lightning_rl_engines.sequence import MicroBatch
 from lightning_rl_engines.strategies.global_batch import Denominators
+from lightning_rl_engines.strategies.passes import LossFunction
+
+ERROR = "error"
+"""Name under which :meth:`MetricAccumulator.finish` sends what a rank's loss raised; counts from every rank."""
 
 _LOSS = "loss"
 
@@ -20,15 +25,36 @@ class MetricAccumulator:
         self._denominators = denominators
         self._values: dict[str, Tensor] = {}
         self._reductions: dict[str, MetricReduction] = {}
+        self._error: Exception | None = None
+
+    def evaluate(self, loss_fn: LossFunction, outputs: TokenOutputs, micro_batch: MicroBatch) -> LossOutput:
+        """Compute the loss of a micro-batch and add it.
+
+        What it raises is kept for :meth:`finish`: the other ranks are about to enter a backward pass, whose collectives
+        would wait for this one. Until then the loss is 0, without a gradient. A loss with collectives of its own, such
+        as ``segment_sum``, must still raise on all ranks of a row or on none.
+        """
+        if self._error is None:
+            try:
+                result = loss_fn(outputs, micro_batch)
+                self.add(result)
+                return result
+            except Exception as error:
+                self._error = error
+        first = next(output for output in outputs if output is not None)
+        return LossOutput(total=first.new_zeros(()), denominator="tokens")
 
     def add(self, output: LossOutput) -> None:
         """Add one micro-batch.
 
         Raises:
-            ValueError: A metric is called ``loss`` or changes its reduction, or a denominator is unknown.
+            ValueError: A metric is called ``loss`` or ``error`` or changes its reduction, or a denominator is unknown.
         """
-        if _LOSS in output.metrics:
-            raise ValueError("a metric is called 'loss', the name of the total; call it 'policy_loss' or the like.")
+        for name, meaning in ((_LOSS, "the total"), (ERROR, "what a loss raises")):
+            if name in output.metrics:
+                raise ValueError(
+                    f"a metric is called {name!r}, the name of {meaning}; call it 'policy_{name}' instead."
+                )
         _ = self._denominators[output.denominator]
         self._add(_LOSS, output.total, output.denominator)
         for name, (value, reduction) in output.metrics.items():
@@ -57,12 +83,20 @@ class MetricAccumulator:
 
         Raises:
             ValueError: On every rank: ranks reduce the loss or a metric in different ways.
+            Exception: What the loss raised on this rank.
+            RuntimeError: The loss raised on another rank.
         """
         names = list(self._values)
         numbers = torch.stack([self._values[name] for name in names]).tolist() if names else []
-        local = {name: (number, self._reductions[name]) for name, number in zip(names, numbers, strict=True)}
+        local: dict[str, Any] = {
+            name: (number, self._reductions[name]) for name, number in zip(names, numbers, strict=True)
+        }
+        if self._error is not None:
+            local = {ERROR: f"{type(self._error).__name__}: {self._error}"}
+        gathered = gather(local)
+        self._raise_together(gathered)
         total: dict[str, tuple[float, MetricReduction]] = {}
-        for item in gather(local):
+        for item in gathered:
             for name, (number, reduction) in item.items():
                 if name in total and total[name][1] != reduction:
                     raise ValueError(
@@ -79,6 +113,14 @@ class MetricAccumulator:
             else:
                 result[name] = number / self._denominators[reduction]
         return result
+
+    def _raise_together(self, gathered: list[dict[str, Any]]) -> None:
+        failed = [(rank, item[ERROR]) for rank, item in enumerate(gathered) if ERROR in item]
+        if self._error is not None:
+            raise self._error
+        if failed:
+            rank, text = failed[0]
+            raise RuntimeError(f"the loss failed on rank {rank}: {text}")
 
 
 def _combine(left: float, right: float, reduction: MetricReduction) -> float:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.sequence import Experience, MicroBatch, pack_row, return_columns
-from lightning_rl_engines.strategies.accumulator import MetricAccumulator
+from lightning_rl_engines.strategies.accumulator import ERROR, MetricAccumulator
 from lightning_rl_engines.strategies.engine import Engine
 from lightning_rl_engines.strategies.global_batch import GlobalBatch, describe, plan_batch
 from lightning_rl_engines.strategies.passes import Forward, LossFunction, collect, connected
@@ -54,7 +54,8 @@ class RowPasses(Engine):
 
     @override
     def _gather_results(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        return self.all_gather_objects(item if self._counts_results else {})
+        counts = self._counts_results
+        return self.all_gather_objects({name: value for name, value in item.items() if counts or name == ERROR})
 
     @override
     def _train_rows(
@@ -66,8 +67,7 @@ class RowPasses(Engine):
                 micro_batch = self._pack(batch.experience, row)
                 with self._gradient_sync(model, last=index == len(batch.rows) - 1):
                     outputs = forward(micro_batch)
-                    result = loss_fn(outputs, micro_batch)
-                    metrics.add(result)
+                    result = metrics.evaluate(loss_fn, outputs, micro_batch)
                     scale = self._loss_factor(model) / batch.denominators[result.denominator]
                     (connected(result.total, outputs) * scale).backward()
 
@@ -90,7 +90,7 @@ class RowPasses(Engine):
             micro_batch = self._pack(batch.experience, row)
             outputs = forward(micro_batch)
             if loss_fn is not None:
-                metrics.add(loss_fn(outputs, micro_batch))
+                metrics.evaluate(loss_fn, outputs, micro_batch)
             collect(columns, outputs, micro_batch, batch.experience.num_tokens)
         return self._bring_home(columns, batch)
 

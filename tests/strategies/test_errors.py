@@ -13,7 +13,9 @@ from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import (
     copies,
     mine,
+    plain_model,
     score_loss,
+    train_plain,
 )
 from tests.support import WorkerError, run_workers
 from tests.support.engine import EngineModule, with_engine
@@ -160,3 +162,46 @@ def test_a_reward_that_is_nan_on_one_data_rank_is_refused_on_all_ranks() -> None
     assert [error.rank for error in caught.value.errors] == [0, 1, 2, 3]
     for error in caught.value.errors:
         assert "is nan for prompt" in error.message, error.message
+
+
+def raise_on_one_rank(folder: str, documents: Documents, strategy: dict[str, Any]) -> list[str]:
+    """On a rank: how a pass ends whose loss raises on rank 1 alone, in its second row; and the weights after a step."""
+
+    def body(module: EngineModule) -> list[str]:
+        engine: Any = module.engine
+        rows = 0
+
+        def loss(outputs: Any, micro_batch: Any) -> Any:
+            nonlocal rows
+            rows += 1
+            if rows == 2 and torch.distributed.get_rank() == 1:
+                raise KeyError("my column")
+            return score_loss(outputs, micro_batch)
+
+        found = []
+        for options in ({}, {"forward_only": True}):
+            rows = 0
+            try:
+                engine.forward_backward_batch(
+                    module.policy, mine(engine, documents), loss, max_tokens_per_micro_batch=40, **options
+                )
+            except (KeyError, RuntimeError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+            assert rows >= 2
+        module.policy.zero_grad()
+        output = engine.train_batch(module.policy, module.optimizers(), mine(engine, documents), score_loss)
+        return [*found, f"{output.metrics['grad_norm']:.4f}"]
+
+    return with_engine(body, ModelConfig(path=folder), **strategy)
+
+
+@pytest.mark.parametrize("strategy", [{}, {"ulysses_sp_size": 2}, {"fsdp_size": 1}])
+def test_a_loss_that_raises_on_one_rank_raises_on_all(strategy: dict[str, Any]) -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    first, second = run_workers(2, raise_on_one_rank, folder, documents, strategy)
+    assert first[:2] == ["RuntimeError: the loss failed on rank 1: KeyError: 'my column'"] * 2
+    assert second[:2] == ["KeyError: 'my column'"] * 2
+    plain = plain_model(folder)
+    (norm,) = train_plain(plain, documents, steps=1)
+    assert first[2] == second[2] == f"{norm:.4f}"
