@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torchtitan")
+
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils.data import DataLoader
@@ -20,10 +24,13 @@ from lightning_rl_engines.checkpoint.names import parameter_names
 from lightning_rl_engines.models.titan.names import HFPiece
 from lightning_rl_engines.models.titan.shards import LocalShard
 from tests.checkpoint.cases import ENGINES, Everything, SaveAfter, run_and_resume
+from tests.models.titan.test_deepseek import config_of
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import assert_same, copies
 from tests.support import WorkerError, run_workers
+from tests.support.engine import EngineModule, with_engine
 from tests.support.lightning_env import make_trainer
+from tests.support.lora import lora
 from tests.support.models import tiny_config, tiny_model_folder
 
 _TP, _CP, _EP = "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"
@@ -42,9 +49,12 @@ def ulysses(world: int, **options: Any) -> Place:
     return "fsdp_ulysses", world, options
 
 
-def inputs(model: str) -> tuple[str, Documents]:
-    folder = str(tiny_model_folder(model))
-    return folder, make_documents(folder, vocabulary=tiny_config(model).vocab_size)
+def inputs(model: str) -> tuple[ModelConfig, Documents]:
+    """A configuration and documents by the name of a tiny model, with an adapter by ``"name with adapter"``."""
+    name, _, adapter = model.partition(" with ")
+    folder = str(tiny_model_folder(name))
+    options = lora(r=2, target_modules=["q_proj", "v_proj", "up_proj"], modules_to_save=["norm"]) if adapter else None
+    return ModelConfig(path=folder, lora=options), make_documents(folder, vocabulary=tiny_config(name).vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +68,9 @@ def inputs(model: str) -> tuple[str, Documents]:
 def test_the_rest_of_a_run_is_equal_to_the_last_bit(
     tmp_path: Path, model: str, world: int, strategy: dict[str, Any]
 ) -> None:
+    config, documents = inputs(model)
     path = str(tmp_path / "run.ckpt")
-    ranks = run_workers(world, run_and_resume, *inputs(model), path, engine="torchtitan", **strategy)
+    ranks = run_workers(world, run_and_resume, config.path, documents, path, engine="torchtitan", **strategy)
     for whole, resumed in ranks:
         assert [step["step"] for step in resumed] == [4, 5, 6]
         assert resumed == whole
@@ -71,11 +82,11 @@ class Grouped(Everything):
     saves_at_start: str | None = None
 
     def configure_optimizers(self) -> Any:
-        named = [(name, item) for name, item in self.policy.named_parameters() if item.requires_grad]
-        groups = [
-            {"params": [item for _, item in named if item.ndim > 1]},
-            {"params": [item for _, item in named if item.ndim == 1], "lr": 2e-2, "weight_decay": 0.0},
-        ]
+        # By name: FSDP1's parameters have one dimension.
+        groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "lr": 2e-2, "weight_decay": 0.0}]
+        for name, parameter in self.policy.named_parameters():
+            if parameter.requires_grad:
+                groups["norm" in name]["params"].append(parameter)
         optimizer = torch.optim.AdamW(groups, 1e-2, eps=1e-3)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
 
@@ -86,7 +97,7 @@ class Grouped(Everything):
 
 
 def train(
-    folder: str,
+    config: ModelConfig,
     documents: Documents,
     engine: str,
     strategy: dict[str, Any],
@@ -97,13 +108,14 @@ def train(
     save: tuple[int, str] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """What each step saw, and the weights at the end."""
-    module = Grouped(ModelConfig(path=folder), documents)
+    module = Grouped(config, documents)
     module.saves_at_start = save_at_start
     callbacks = [SaveAfter(*save)] if save else []
     trainer = make_trainer(ENGINES[engine](**strategy), max_steps=steps, callbacks=callbacks)
     trainer.fit(module, DataLoader(range(64)), ckpt_path=resume)
-    strategy_: Any = trainer.strategy
-    return module.steps, copies(strategy_.get_per_tensor_param(module.policy))
+    built: Any = trainer.strategy
+    mode = "merged" if config.has_adapter else "full"
+    return module.steps, copies(built.get_per_tensor_param(module.policy, mode=mode))
 
 
 def contents(path: str) -> dict[str, Tensor]:
@@ -145,6 +157,9 @@ def in_one_piece() -> Callable[[str], Any]:
         ("llama", titan(4, **{_HSDP: 2}, **_OFFLOAD), titan(4, **{_TP: 2})),
         ("llama_tied", titan(4, **{_TP: 2}), ulysses(2)),
         ("qwen2", ulysses(4, fsdp_size=2), titan(2, **{_TP: 2})),
+        ("llama", titan(2, **{_PP: 2}), titan(2)),
+        ("llama_tied with adapter", titan(2, **{_TP: 2}), ulysses(2)),
+        ("llama_tied with adapter", ulysses(1), titan(2)),
     ],
 )
 def test_a_run_resumes_elsewhere(
@@ -239,19 +254,38 @@ def test_experts_resume_with_the_engine_that_saved_them(tmp_path: Path) -> None:
         assert "lightning-rl export" in caught.value.errors[0].message
 
 
-@pytest.mark.parametrize("model", ["llama_tied", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["llama_tied", "qwen3_moe", "qwen2 with adapter"])
 def test_an_export_is_what_the_run_had(tmp_path: Path, model: str) -> None:
     path = tmp_path / "run.ckpt"
-    folder, documents = inputs(model)
-    _, weights = run_workers(2, train, folder, documents, "torchtitan", {}, steps=1, save=(1, str(path)))[0]
+    _, weights = run_workers(2, train, *inputs(model), "torchtitan", {}, steps=1, save=(1, str(path)))[0]
     export = export_checkpoint(path, tmp_path / "hf")
-    found = AutoModelForCausalLM.from_pretrained(export)
-    assert len(contents_of_folder(export).keys() ^ weights.keys()) == 0
-    assert_same(contents_of_folder(export), weights)
-    assert found.config.vocab_size == 64
+    assert_same(load_file(export / "model.safetensors"), weights)
+    assert AutoModelForCausalLM.from_pretrained(export).config.vocab_size == 64
 
 
-def contents_of_folder(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
+def corrected(config: ModelConfig, path: str, strategy: dict[str, Any], *, save: bool) -> list[float]:
+    """Values of the buffers that correct the choice of experts, written by hand and saved, or loaded."""
 
-    return load_file(folder / "model.safetensors")
+    def body(module: EngineModule) -> list[float]:
+        buffers = [item for name, item in module.policy.named_buffers() if name.endswith("expert_bias_E")]
+        for number, buffer in enumerate(buffers):
+            buffer.fill_(number + 0.5)
+        if save:
+            module.trainer.save_checkpoint(path)
+        for buffer in buffers:
+            buffer.zero_()
+        module.engine.load_checkpoint(path)  # type: ignore[attr-defined]
+        return [float(item.double().mean()) for item in buffers]
+
+    return with_engine(body, config, engine="torchtitan", **strategy)
+
+
+def test_buffers_that_a_model_keeps_are_saved_and_counters_are_not(tmp_path: Path) -> None:
+    path = str(tmp_path / "run.ckpt")
+    config = ModelConfig(from_config=config_of(num_hidden_layers=3).to_dict())
+    saved = run_workers(2, corrected, config, path, {_EP: 2}, save=True)
+    assert len(saved[0]) > 1 and saved == [[number + 0.5 for number in range(len(saved[0]))]] * 2
+    assert run_workers(1, corrected, config, path, {}, save=False) == saved[:1]
+    names = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    assert sum(name.endswith("e_score_correction_bias") for name in names) == len(saved[0])
+    assert not any("tokens_per_expert" in name for name in names)
