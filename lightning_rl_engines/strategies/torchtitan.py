@@ -169,7 +169,8 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
             mesh_dim_names=("pp", "dp", "sp", "tp"),
         )
         self._set_timeouts([self._mesh])
-        self._peers, _ = dist.new_subgroups_by_enumeration(degrees.peers(), timeout=self._timeout)
+        peers, _ = dist.new_subgroups_by_enumeration(degrees.peers(), timeout=self._timeout)
+        self._peers = cast(dist.ProcessGroup, peers)  # every rank is in one of them
         self._titan_options = self._make_options()
 
     def _check_options(self) -> None:

@@ -189,8 +189,14 @@ class TitanTokenModel(TokenModel):
     ) -> TokenOutputs:
         if len(self.parts) > 1 or cast(Any, self.parts[0]).lm_head is None:
             raise RuntimeError("a pipeline of stages runs in the strategy's passes only, such as infer_batch")
-        options = {"calculate_entropy": calculate_entropy, "temperature": temperature}
-        return cast(TokenOutputs, self.run_stage(self.stages[0], micro_batch.input_ids[None], micro_batch, **options))
+        outputs = self.run_stage(
+            self.stages[0],
+            micro_batch.input_ids[None],
+            micro_batch,
+            calculate_entropy=calculate_entropy,
+            temperature=temperature,
+        )
+        return cast(TokenOutputs, outputs)
 
 
 def share_caches(parts: Sequence[nn.Module]) -> None:
