@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_rl_engines.models.titan.token_model import TitanTokenModel
 
 Finish = Callable[[TokenOutputs, MicroBatch], Tensor | None]
-"""What the last stage does with the results of a row; returns what the backward pass starts from."""
+"""What the last stage does with the results of a row; returns what the backward pass starts from, if there is one."""
 
 
 class _InFlight(NamedTuple):
@@ -39,7 +39,7 @@ class PipelinePass:
     """Runs rows through the stages of a model that this rank holds, once.
 
     Between stages, hidden states and their gradients travel as plain tensors: with tensor parallelism, this rank's part
-    of the tokens.
+    of the tokens. A row is held from its forward to its backward pass through a stage, and its results by nobody.
 
     Args:
         model: The model.
@@ -112,14 +112,15 @@ class PipelinePass:
         if training and stage > 0:
             entered.requires_grad_()
         self._ran.add(stage)
-        outputs = self._model.run_stage(stage, self._enter(entered, stage), micro_batch, **self._settings)
-        if isinstance(outputs, Tensor):
-            left = self._leave(outputs)
+        made = self._model.run_stage(stage, self._enter(entered, stage), micro_batch, **self._settings)
+        left: Tensor | None
+        if isinstance(made, Tensor):
+            left = self._leave(made)
             self._leaving[action._replace(kind=Kind.SEND)] = left.detach()
         else:
-            result = self._finish(outputs, micro_batch)
-            left = entered if result is None else result
+            left = self._finish(made, micro_batch)
         if training:
+            assert left is not None
             self._in_flight[stage, row] = _InFlight(entered, left)
 
     def _backward(self, action: Action) -> None:
@@ -132,6 +133,10 @@ class PipelinePass:
         for unit in _units(part):
             # The stage's parameters stay whole between its passes, unless they are freed after each forward pass too.
             unit.set_reshard_after_backward(last or self._frees_parameters, recurse=False)
+        head = cast(Any, part).lm_head
+        if isinstance(head, FSDPModule):
+            # FSDP2 does so by itself only for units that ran as a whole, and this one holds the norm before the head.
+            head.unshard()
         with self._sync(part, last=last):
             if left.requires_grad:  # not where everything up to here is frozen
                 left.backward(gradient)
