@@ -46,6 +46,11 @@ class TokenModel(nn.Module, ABC):
         """
 
     @property
+    def longest_document(self) -> int | None:
+        """Tokens of the longest document that the model has positions for; ``None`` where it has no limit."""
+        return None
+
+    @property
     def adapter(self) -> "Adapter | None":
         """The adapter that is trained instead of the weights, if there is one."""
         return None

@@ -117,9 +117,7 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
         path = Path(self.broadcast(checkpoint_path))
         self.finish_checkpoints()
         self._offloader.load_all()
-        metadata = load_training_checkpoint(
-            module, self.optimizers if fitting else [], path, self.all_gather_objects
-        )
+        metadata = load_training_checkpoint(module, self.optimizers if fitting else [], path, self.all_gather_objects)
         self._offloader.offload_again()
         states = metadata.pop(RANDOM_STATES, None)
         self._random_states = states if fitting else None

@@ -102,12 +102,15 @@ def describe(
     required_columns: Sequence[str],
     settings: str,
     checked_columns: Sequence[str] = (),
+    longest: int | None = None,
 ) -> Description:
     """Check this rank's documents and put them into numbers; never raises for bad data, since peers wait.
 
-    ``checked_columns`` are per-document columns among the required ones that a loss wants to see of all ranks.
+    ``checked_columns`` are per-document columns among the required ones that a loss wants to see of all ranks, and
+    ``longest`` the most tokens that the model has positions for.
     """
     error = _find_error(experience, vocab_size, temperature, required_columns, ("group_ids", *checked_columns))
+    error = error or _find_too_long(experience, longest)
     if error is not None:
         return Description(data_rank=data_rank, error=error)
     groups = tuple(experience["group_ids"].tolist()) if "group_ids" in experience else None
@@ -159,6 +162,16 @@ def _find_error(
             ends = torch.tensor(experience.lengths).cumsum(0)
             document = int(torch.searchsorted(ends, flat, right=True))
             return f"document {document} holds token id {largest}, but the vocabulary ends at {vocab_size - 1}"
+    return None
+
+
+def _find_too_long(experience: Experience, longest: int | None) -> str | None:
+    for document, length in enumerate(experience.lengths):
+        if longest is not None and length > longest:
+            return (
+                f"document {document} has {length} tokens, and the model has max_position_embeddings={longest}; drop "
+                "it, or cut prompts and responses"
+            )
     return None
 
 

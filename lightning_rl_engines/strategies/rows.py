@@ -129,6 +129,7 @@ class RowPasses(Engine):
             required_columns=getattr(loss_fn, "required_columns", ()),
             settings=f"max_tokens_per_micro_batch={budget}, temperature={temperature!r}, balance={balance}, {call}",
             checked_columns=getattr(loss_fn, "checked_columns", ()),
+            longest=cast(TokenModel, model).longest_document,
         )
         return plan_batch(
             experience,

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_rl_engines._compat import join_process_group
+from lightning_rl_engines.checkpoint.module_state import engine_models
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
 from lightning_rl_engines.models.titan_library import prepare_torchtitan, require_torchtitan
 from lightning_rl_engines.models.token_model import TokenModel
@@ -224,8 +225,7 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
     def model_to_device(self) -> None:
         # The engine's models are where they belong; what else the module holds follows.
         assert self.model is not None
-        if self.root_device.type != "cpu" and not self.cpu_offload:
-            self.model.to(self.root_device)
+        _move_around(self.model, {root for _, root in engine_models(self.model)}, self.root_device)
 
     # ---- engine: models ----
 
@@ -300,6 +300,15 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
             return None
         return partial(row_order, self.context_parallel_load_balancer)
 
+    @override
+    @contextmanager
+    def _loaded(self, model: nn.Module) -> Iterator[None]:
+        with super()._loaded(model):
+            try:
+                yield
+            finally:
+                cast("TitanTokenModel", model).come_to_rest()
+
     # ---- engine: gradients ----
 
     @override
@@ -336,6 +345,21 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
             for gradient in gradients:
                 local_part(gradient).mul_(factor.to(gradient.device, local_part(gradient).dtype))
         return norm
+
+
+def _move_around(module: nn.Module, models: set[nn.Module], device: torch.device) -> None:
+    """Move a module to the device, but for these models in it."""
+    for child in module.children():
+        if child in models:
+            continue
+        if models.isdisjoint(child.modules()):
+            child.to(device)
+        else:
+            _move_around(child, models, device)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else buffer.to(device)
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(device)
 
 
 def _require(name: str, value: Any, legal: tuple[Any, ...]) -> None:

@@ -61,7 +61,10 @@ def interleave(configs: dict[str, ModelConfig], documents: Documents, **strategy
     return with_engine(body, configs, lr=0.05, **strategy)
 
 
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {}), (2, {"ulysses_sp_size": 2})])
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(1, {}), (2, {}), (2, {"ulysses_sp_size": 2}), (1, {"engine": "torchtitan"}), (2, {"engine": "torchtitan"})],
+)
 def test_gradients_are_those_of_a_plain_model(world: int, layout: dict[str, Any]) -> None:
     folder = str(tiny_model_folder("llama_tied"))
     documents = make_documents(folder, vocabulary=64)

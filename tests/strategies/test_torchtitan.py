@@ -7,14 +7,17 @@ import textwrap
 from typing import Any
 
 import pytest
+import torch
 from lightning import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
-from lightning_rl_engines import ModelConfig, TorchTitanStrategy
+from lightning_rl_engines import Experience, ModelConfig, SFTLoss, TorchTitanStrategy
 from lightning_rl_engines.models import titan_library
 from tests.support import WorkerError, run_workers
 from tests.support.engine import EngineModule, with_engine
+from tests.support.lightning_env import make_trainer
 from tests.support.models import tiny_model_folder
 from tests.support.shell import REPOSITORY
 
@@ -88,6 +91,74 @@ def build(folder: str, options: dict[str, Any], **config: Any) -> None:
         pass
 
     with_engine(body, ModelConfig(path=folder, **config), engine="torchtitan", **options)
+
+
+def longest(folder: str) -> None:
+    def body(module: EngineModule) -> None:
+        ids = [torch.ones(3, dtype=torch.long), torch.ones(300, dtype=torch.long)]
+        masks = [torch.ones(len(item), dtype=torch.bool) for item in ids]
+        module.engine.infer_batch(module.policy, Experience.from_documents(input_ids=ids, response_mask=masks))
+
+    with_engine(body, ModelConfig(path=folder), engine="torchtitan")
+
+
+def test_a_document_beyond_the_positions_is_named_before_anything_runs():
+    with pytest.raises(WorkerError, match=r"document 1 has 300 tokens.*max_position_embeddings=256"):
+        run_workers(2, longest, str(tiny_model_folder("llama_tied")))
+
+
+def test_a_stage_without_anything_to_train_is_refused_on_all_ranks():
+    options = {"pipeline_parallel_degree": 2}
+    with pytest.raises(WorkerError, match="leaves stage 0 of 2 nothing to train"):
+        run_workers(2, build, str(tiny_model_folder("llama")), options, freeze=["model.embed*", "model.layers.0.*"])
+
+
+def test_an_unknown_compiler_is_refused():
+    with pytest.raises(WorkerError, match="compile_backend='none'"):
+        run_workers(1, build, str(tiny_model_folder("llama")), {}, compile=True, compile_backend="none")
+
+
+class ValidateThenFit(EngineModule):
+    """Validation with one Trainer before training; each step looks at what the optimizer holds."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.look()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(range(2))
+
+    def look(self) -> Any:
+        ids = [torch.arange(7)]
+        masks = [torch.ones(7, dtype=torch.bool)]
+        experience = Experience.from_documents(input_ids=ids, response_mask=masks)
+        return experience, self.engine.infer_batch(self.policy, experience).columns["log_probs"]
+
+
+def validate_then_fit(folder: str) -> tuple[bool, bool]:
+    found = {}
+
+    def body(module: Any) -> None:
+        experience, before = module.look()
+        optimizer = module.optimizers()
+        with module.engine.train_mode(module.policy, optimizer):
+            module.engine.train_batch(module.policy, optimizer, experience, SFTLoss())
+        _, after = module.look()
+        weights = dict(module.engine.get_per_tensor_param(module.policy))
+        found["all_trained"] = {name: weights[name].clone() for name in weights}
+        found["moved"] = bool((before != after)[1:].all())
+
+    module = ValidateThenFit({"policy": ModelConfig(path=folder)}, body, 0.5)
+    trainer = make_trainer(TorchTitanStrategy(), max_steps=-1, max_epochs=1, limit_train_batches=1)
+    trainer.validate(module)
+    start = {name: item.clone() for name, item in module.engine.get_per_tensor_param(module.policy)}
+    trainer.fit(module, DataLoader(range(2)))
+    changed = all(not torch.equal(start[name], item) for name, item in found["all_trained"].items())
+    return found["moved"], changed
+
+
+def test_every_weight_trains_after_a_validation_with_the_same_trainer():
+    # A pass without gradients must leave no gathered weights behind: an optimizer would hold them.
+    assert run_workers(1, validate_then_fit, str(tiny_model_folder("llama"))) == [(True, True)]
 
 
 def test_liger_is_refused():

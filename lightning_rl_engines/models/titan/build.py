@@ -18,7 +18,7 @@ from torchtitan.models.common.decoder import Decoder
 from lightning_rl_engines._compat import return_hidden_states
 from lightning_rl_engines.export.plan import ExportEntry, ExportPlan, plan_from_hf_model
 from lightning_rl_engines.models.agreement import raise_on_all_ranks
-from lightning_rl_engines.models.compile import compile_layers
+from lightning_rl_engines.models.compile import check_backend, compile_layers
 from lightning_rl_engines.models.huggingface import load_hf_model
 from lightning_rl_engines.models.titan.attention import PackedAttention, select_titan_kernel
 from lightning_rl_engines.models.titan.families import TitanSpec, titan_spec
@@ -27,8 +27,8 @@ from lightning_rl_engines.models.titan.loading import load_weights
 from lightning_rl_engines.models.titan.lora import TitanAdapter, adapt, plan_adapter, require_trained
 from lightning_rl_engines.models.titan.lora_weights import lora_options, start_adapter
 from lightning_rl_engines.models.titan.names import HFNames
-from lightning_rl_engines.models.titan.stages import Stage, check_sizes, cut_stages
-from lightning_rl_engines.models.titan.token_model import AttentionOptions, TitanTokenModel, share_caches
+from lightning_rl_engines.models.titan.stages import Stage, check_sizes, cut_stages, share_rotary
+from lightning_rl_engines.models.titan.token_model import AttentionOptions, TitanTokenModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,7 +98,6 @@ def build_titan_model(
     adapter = None
     if prepared.adapter is not None:
         adapter = start_adapter(parts, prepared.adapter, prepared.hf, config, prepared.names, options.gather)
-    share_caches(parts)
     return TitanTokenModel(
         parts,
         stages=[stage.index for stage in prepared.stages],
@@ -126,6 +125,8 @@ class _Prepared:
 
 def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *, trainable: bool) -> _Prepared:
     _refuse_options(config)
+    if config.compile:
+        check_backend(config.compile_backend, options.device)
     # It never runs, and not every family has another kernel.
     hf = load_hf_model(config, dtype=dtype, device="meta", attn_implementation="eager", empty=True)
     dims = options.dims
@@ -158,6 +159,8 @@ def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *
         _freeze(stage.model, names, config.freeze)
         if not trainable:
             stage.model.requires_grad_(False)
+    if trainable and adapter is None:
+        _require_trained(stages, config)
     if adapter is not None and trainable:
         require_trained([stage.model for stage in stages], adapter)
     return _Prepared(hf, replace(spec, model=model), names, plan, kernel, stages, adapter)
@@ -169,6 +172,15 @@ def _refuse_options(config: "ModelConfig") -> None:
             "ModelConfig(use_liger=True) replaces modules of Hugging Face models; use use_liger=False, or "
             "compile=True, under strategy='torchtitan'."
         )
+
+
+def _require_trained(stages: Sequence[Stage], config: "ModelConfig") -> None:
+    for stage in stages:
+        if not any(parameter.requires_grad for parameter in stage.model.parameters()):
+            raise ValueError(
+                f"ModelConfig(freeze={list(config.freeze)}) leaves stage {stage.index} of {stage.count} nothing to "
+                "train; freeze less, or use fewer pipeline stages."
+            )
 
 
 def _plan(hf: "PreTrainedModel", names: HFNames) -> ExportPlan:
@@ -221,6 +233,7 @@ def _shard(model: nn.Module, spec: TitanSpec, options: TitanOptions, config: "Mo
     if config.compile:
         layers = cast(Any, model).layers
         compile_layers(layers.values(), backend=config.compile_backend)
+    share_rotary(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are sums; gloo has no other reduction, and none is wanted.

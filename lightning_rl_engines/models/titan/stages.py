@@ -10,6 +10,7 @@ from torch import nn
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.rope import RoPE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -91,6 +92,23 @@ def _prune(model: Any, layers: range, *, first: bool, last: bool) -> None:
         model.tok_embeddings = None
     if not last:
         model.norm, model.lm_head = None, None
+
+
+def share_rotary(model: nn.Module) -> None:
+    """Let layers share the rotary embedding where its configuration is the same: each holds a cache of all positions.
+
+    To be called once the model is sharded, and before its buffers exist.
+    """
+    known: list[RoPE] = []
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if not isinstance(child, RoPE):
+                continue
+            same = next((item for item in known if type(item) is type(child) and item.config == child.config), None)
+            if same is None:
+                known.append(child)
+            else:
+                setattr(module, name, same)
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_rl_engines.algorithms.outputs import TokenOutputs
@@ -70,6 +70,7 @@ class TitanTokenModel(TokenModel):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.stages = tuple(stages)
+        self._ran: set[int] = set()
         self.model_config = model_config
         self.config = config
         self.export_plan = export_plan
@@ -104,6 +105,11 @@ class TitanTokenModel(TokenModel):
                     name = checkpoint_name(self.names, fqn, tuple(tensor.shape))
                 names[f"parts.{index}.{fqn}"] = first.setdefault(id(tensor), name)
         return names
+
+    @property
+    @override
+    def longest_document(self) -> int:
+        return int(self.config.max_position_embeddings)
 
     def held_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers that this rank holds parts of, by torchtitan's names."""
@@ -177,11 +183,23 @@ class TitanTokenModel(TokenModel):
             Hidden states, or what :meth:`forward` returns.
         """
         model = self.parts[self.stages.index(stage)]
+        self._ran.add(stage)
         hidden: Tensor = model(entering, **self.stage_inputs(micro_batch))
         head = cast(Any, model).lm_head
         if head is None:
             return hidden
         return self.score(head, hidden, micro_batch, calculate_entropy=calculate_entropy, temperature=temperature)
+
+    def come_to_rest(self) -> None:
+        """Free gathered parameters after a pass, also one that broke off; gradients that are reduced stay.
+
+        FSDP2 keeps the unit of the head whole, since the head runs after the rest of the model: a step would not reach
+        the copy that the next pass uses, and ``parameters()`` would name it.
+        """
+        for stage, part in zip(self.stages, self.parts, strict=True):
+            if stage in self._ran and isinstance(part, FSDPModule):
+                part.reset_iter_state()
+        self._ran.clear()
 
     @override
     def forward(
@@ -196,24 +214,14 @@ class TitanTokenModel(TokenModel):
             calculate_entropy=calculate_entropy,
             temperature=temperature,
         )
+        head = cast(Any, self.parts[0]).lm_head
+        for item in outputs:
+            if isinstance(item, Tensor) and item.requires_grad and isinstance(head, FSDPModule):
+                item.register_hook(partial(_gather_before_backward, head))
         return cast(TokenOutputs, outputs)
 
 
-def share_caches(parts: Sequence[nn.Module]) -> None:
-    """Let layers share rotary caches that are equal: each layer of torchtitan has one of its own."""
-    known: list[Tensor] = []
-    for part in parts:
-        for module in part.modules():
-            cache = module._buffers.get("cache")
-            if cache is None or isinstance(cache, DTensor):
-                continue
-            same = next((item for item in known if _equal(item, cache)), None)
-            if same is None:
-                known.append(cache)
-            else:
-                module._buffers["cache"] = same
-
-
-def _equal(left: Tensor, right: Tensor) -> bool:
-    alike = type(left) is type(right) and left.shape == right.shape and left.dtype == right.dtype
-    return alike and torch.equal(left, right)
+def _gather_before_backward(head: FSDPModule, gradient: Tensor) -> None:
+    # FSDP2 does so by itself only for units that ran as a whole, and this one holds the norm before the head. Other
+    # passes may have come between the two.
+    head.unshard()
