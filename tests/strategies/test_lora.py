@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_rl_engines import ModelConfig
 from lightning_rl_engines.models.huggingface import load_hf_model
@@ -223,7 +224,11 @@ def test_disabled_adapters_are_the_base_exactly_and_come_back(variant: str, worl
         assert result["gradients"]
 
 
-def run_precision(documents: Documents, config: ModelConfig, precision: str) -> Any:
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def run_precision(documents: Documents, config: ModelConfig, precision: str, **strategy: Any) -> Any:
     """Adam: dtypes of base, adapter, gradients and optimizer state, and what trained."""
 
     def body(module: EngineModule) -> Any:
@@ -244,7 +249,7 @@ def run_precision(documents: Documents, config: ModelConfig, precision: str) -> 
             "adapter": {item.dtype for item in policy.parameters() if item.requires_grad},
             "gradients": gradients,
             "state": {item.dtype for item in states if item.dim()},
-            "state_bytes": sum(item.nbytes for item in states if item.dim()),
+            "state_bytes": sum(local(item).nbytes for item in states if item.dim()),
             "adapter_bytes": sum(item.nbytes for item in end.values()),
             "moved": all(not torch.equal(end[name], start[name]) for name in end if ".lora_B." in name),
             "norm": norm,
@@ -253,7 +258,7 @@ def run_precision(documents: Documents, config: ModelConfig, precision: str) -> 
             "rounded": {item.dtype for _, item in engine.get_per_tensor_param(policy, mode="merged", dtype="bfloat16")},
         }
 
-    return with_engine(body, config, precision=precision)
+    return with_engine(body, config, precision=precision, **strategy)
 
 
 @pytest.mark.parametrize(
