@@ -13,6 +13,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader
 
 from lightning_rl_engines import FSDPUlyssesStrategy, HFFolderSink, ModelConfig, TorchTitanStrategy, WeightExport
@@ -108,7 +109,8 @@ def check_two_steps(
     documents = make_documents(folder, vocabulary=vocabulary)
     world, strategy = LAYOUTS[layout]
     kind = config.pop("activation_checkpointing", None)
-    strategy = strategy if kind is None else {**strategy, "activation_checkpointing": kind}
+    if kind is not None:
+        strategy = {**strategy, "activation_checkpointing": kind, "offload_param": True, "offload_optimizer": True}
     built = ModelConfig(path=folder, lora=options, gradient_checkpointing=kind is not None, **config)
     results = run_workers(world, run_two_steps, documents, built, strategy, lr)
     start, fingerprint = other_engine(built, options)
@@ -158,6 +160,32 @@ def test_two_steps_equal_plain_peft(layout: str, checkpointing: str | None) -> N
     if layout in ("dp2", "pp2", "cp2"):
         assert sum(result["bytes"][0] for result in results) == total
         assert max(result["bytes"][0] for result in results) < 0.6 * total
+
+
+def count_messages(documents: Documents, config: ModelConfig) -> dict[Any, int]:
+    """Functional collectives of one pass, which are those of tensor parallelism."""
+
+    def body(module: EngineModule) -> dict[Any, int]:
+        engine, policy = module.engine, module.policy
+        with engine.train_mode(policy), CommDebugMode() as counter:
+            engine.forward_backward_batch(policy, mine(engine, documents), score_loss)
+        return {str(kind).rpartition(".")[2]: count for kind, count in counter.get_comm_counts().items()}
+
+    return with_engine(body, config, engine="torchtitan", tensor_parallel_degree=2)
+
+
+def test_an_adapter_exchanges_no_activations_of_its_own() -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    plain, adapted = (
+        run_workers(2, count_messages, documents, ModelConfig(path=folder, lora=options))[0]
+        for options in (None, lora())
+    )
+    for kind in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        # The embedding is frozen, so its last exchange has no counterpart in the backward pass.
+        assert adapted[kind] == plain[kind] - 1, kind
+    # The gradients of the factors that are whole on each rank: one of each of the seven layers, in two blocks.
+    assert adapted["all_reduce"] == 14
 
 
 @pytest.mark.parametrize("layout", ["dp2", "ep2", "ep2-tp2"])
