@@ -37,6 +37,7 @@ __all__ = [
     "compile_in_place",
     "depth_and_options",
     "end_aborted_backward",
+    "free_cleared_gradients",
     "given_hyperparameters",
     "join_process_group",
     "keys_to_ignore_on_load",
@@ -97,6 +98,18 @@ def end_aborted_backward(model: Any) -> None:
             if not handle.uses_sharded_strategy:
                 handle.reshard(free_unsharded_flat_param=False)  # see restore_frozen_parameters
         model.zero_grad(set_to_none=True)
+
+
+def free_cleared_gradients(root: Any) -> None:
+    """Let go of FSDP1's flat gradients once all their views are cleared; it does so itself in the next forward pass.
+
+    Until then, through rollouts and exports, ``zero_grad`` would have freed nothing.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        if unit._handle is not None:
+            unit._handle._reset_flat_param_grad_info_if_needed()
 
 
 def depth_and_options(callback: "ModelSummary") -> tuple[int, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_rl_engines._compat import free_cleared_gradients
 from lightning_rl_engines.algorithms.outputs import LossOutput, TokenOutputs
 from lightning_rl_engines.sequence import MicroBatch
 
@@ -63,10 +64,11 @@ def collect(columns: dict[str, Tensor], outputs: TokenOutputs, micro_batch: Micr
 
 @contextmanager
 def module_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or evaluation mode, and at exit the mode from before."""
+    """Training or evaluation mode, and at exit the mode from before and no memory for gradients that were cleared."""
     before = model.training
     model.train(training)
     try:
         yield
     finally:
         model.train(before)
+        free_cleared_gradients(model)

@@ -20,8 +20,10 @@ from tests.strategies.steps import (
     train_plain,
     value_loss,
 )
+from tests.strategies.test_lora import two_plain_steps
 from tests.support import run_workers
 from tests.support.engine import EngineModule, with_engine
+from tests.support.lora import lora
 from tests.support.models import reference_log_probs, tiny_model_folder
 
 STEPS = 2
@@ -95,3 +97,40 @@ def test_gradients_are_those_of_a_plain_model(world: int, layout: dict[str, Any]
         for index, wanted in enumerate(expected[name]):
             found = torch.cat([result[name][index] for result in heads])
             assert (found - wanted)[response].abs().max() < 1e-4, (name, index)
+
+
+def interleave_adapter(config: ModelConfig, documents: Documents, **strategy: Any) -> dict[str, Any]:
+    """On a rank: an adapter before and after two steps, and log-probabilities with and without it around them."""
+
+    def body(module: EngineModule) -> dict[str, Any]:
+        engine, policy, optimizer = module.engine, module.policy, module.optimizers()
+        experience = mine(engine, documents)
+        found: dict[str, Any] = {"start": copies(engine.get_per_tensor_param(policy, mode="adapter")), "base": []}
+
+        def look() -> None:
+            engine.infer_batch(policy, experience, calculate_entropy=True, max_tokens_per_micro_batch=40)
+            with engine.disable_adapter(policy):
+                found["base"].append(engine.infer_batch(policy, experience).columns["log_probs"])
+
+        for _ in range(STEPS):
+            with engine.train_mode(policy, optimizer):
+                look()
+                engine.forward_backward_batch(policy, experience, score_loss, max_tokens_per_micro_batch=64)
+                look()
+                optimizer.step()
+        return {**found, "end": copies(engine.get_per_tensor_param(policy, mode="adapter"))}
+
+    return with_engine(body, config, lr=0.5, **strategy)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"ulysses_sp_size": 2})])
+def test_passes_around_the_steps_of_an_adapter_change_nothing(world: int, layout: dict[str, Any]) -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    config = ModelConfig(path=folder, lora=lora(), gradient_checkpointing=True)
+    offload = {"offload_param": True, "offload_optimizer": True}
+    results = run_workers(world, interleave_adapter, config, documents, **offload, **layout)
+    expected = two_plain_steps(folder, lora(), results[0]["start"], documents)
+    for found in results:
+        assert_near(found["end"], expected)
+        assert all(torch.equal(column, found["base"][0]) for column in found["base"])

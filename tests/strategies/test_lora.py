@@ -268,6 +268,7 @@ def run_precision(documents: Documents, config: ModelConfig, precision: str, **s
         ("32-true", "bfloat16", 2e-2),
         ("bf16-mixed", "bfloat16", 5e-2),
         ("bf16-true", None, 5e-2),
+        ("16-mixed", None, 5e-2),
     ],
 )
 def test_adapters_are_fp32_over_a_base_of_any_type(precision: str, dtype: Any, tolerance: float) -> None:

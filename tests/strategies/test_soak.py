@@ -1,23 +1,27 @@
 """Two hundred steps: memory and live tensors stay where they were after the first twenty."""
 
 import gc
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from peft import LoraConfig
 
 from lightning_rl_engines import ModelConfig
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import score_loss
 from tests.support import run_workers
 from tests.support.engine import EngineModule, with_engine
+from tests.support.lora import lora
 from tests.support.models import tiny_model_folder
 
 STEPS = 200
 
 
-def soak(folder: str, documents: Documents) -> list[tuple[int, int, int]]:
+def soak(config: ModelConfig, documents: Documents) -> list[tuple[int, int, int]]:
     """On a rank: step, resident bytes and live tensors, every ten steps after an export."""
+    mode: Any = "merged" if config.has_adapter else "full"
 
     def body(module: EngineModule) -> list[tuple[int, int, int]]:
         engine, process = module.engine, psutil.Process()
@@ -26,20 +30,22 @@ def soak(folder: str, documents: Documents) -> list[tuple[int, int, int]]:
         for step in range(1, STEPS + 1):
             engine.train_batch(module.policy, module.optimizers(), experience, score_loss, max_grad_norm=1.0)
             if step % 10 == 0:
-                assert sum(tensor.numel() for _, tensor in engine.get_per_tensor_param(module.policy)) > 0
+                assert sum(tensor.numel() for _, tensor in engine.get_per_tensor_param(module.policy, mode=mode)) > 0
                 gc.collect()
                 alive = sum(1 for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
                 seen.append((step, process.memory_info().rss, alive))
         return seen
 
-    return with_engine(body, ModelConfig(path=folder), lr=1e-3)
+    return with_engine(body, config, lr=1e-3)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_memory_is_flat_over_many_steps_with_exports(world: int) -> None:
+@pytest.mark.parametrize("adapter", [None, lora(target_modules=["q_proj"])], ids=["full", "lora"])
+def test_memory_is_flat_over_many_steps_with_exports(world: int, adapter: LoraConfig | None) -> None:
     folder = str(tiny_model_folder("llama_tied"))
     documents = make_documents(folder, vocabulary=64)
-    for seen in run_workers(world, soak, folder, documents, timeout=120):
+    config = ModelConfig(path=folder, lora=adapter)
+    for seen in run_workers(world, soak, config, documents, timeout=280):
         assert [step for step, _, _ in seen] == list(range(10, STEPS + 1, 10))
         settled = [item for item in seen if item[0] >= 20]
         counts = {alive for _, _, alive in settled}
