@@ -55,7 +55,10 @@ def build_optimizer(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise ValueError("The model has no trainable parameter; leave requires_grad on for at least one.")
+        raise ValueError(
+            "The model has no trainable parameter; leave requires_grad on for at least one, with a pipeline in each "
+            "rank's stages."
+        )
     built = optimizer(parameters)
     if lr_scheduler is None:
         return built, None

@@ -159,8 +159,6 @@ def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *
         _freeze(stage.model, names, config.freeze)
         if not trainable:
             stage.model.requires_grad_(False)
-    if trainable and adapter is None:
-        _require_trained(stages, config)
     if adapter is not None and trainable:
         require_trained([stage.model for stage in stages], adapter)
     return _Prepared(hf, replace(spec, model=model), names, plan, kernel, stages, adapter)
@@ -172,15 +170,6 @@ def _refuse_options(config: "ModelConfig") -> None:
             "ModelConfig(use_liger=True) replaces modules of Hugging Face models; use use_liger=False, or "
             "compile=True, under strategy='torchtitan'."
         )
-
-
-def _require_trained(stages: Sequence[Stage], config: "ModelConfig") -> None:
-    for stage in stages:
-        if not any(parameter.requires_grad for parameter in stage.model.parameters()):
-            raise ValueError(
-                f"ModelConfig(freeze={list(config.freeze)}) leaves stage {stage.index} of {stage.count} nothing to "
-                "train; freeze less, or use fewer pipeline stages."
-            )
 
 
 def _plan(hf: "PreTrainedModel", names: HFNames) -> ExportPlan:
