@@ -303,11 +303,13 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
     @override
     @contextmanager
     def _loaded(self, model: nn.Module) -> Iterator[None]:
+        titan = cast("TitanTokenModel", model)
         with super()._loaded(model):
+            titan.come_to_rest()  # after a pass of a user's own, the weights may have changed
             try:
                 yield
             finally:
-                cast("TitanTokenModel", model).come_to_rest()
+                titan.come_to_rest()
 
     # ---- engine: gradients ----
 
