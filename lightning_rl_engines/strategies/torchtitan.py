@@ -30,6 +30,7 @@ from lightning_rl_engines.strategies.degrees import SCHEDULES, LoadBalancer, Par
 from lightning_rl_engines.strategies.engine import WeightsMode
 from lightning_rl_engines.strategies.offload import local_part
 from lightning_rl_engines.strategies.pipeline import PipelinePasses
+from lightning_rl_engines.strategies.pipeline_order import stages_per_rank
 from lightning_rl_engines.strategies.validation import require_engine_models
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         return TitanOptions(
             parallelism=parallelism,
             dims=dims,
+            stages_per_rank=stages_per_rank(self.pipeline_parallel_schedule),
             device=self.root_device,
             compute_dtype=self.precision_plugin.compute_dtype,
             reduce_dtype=self._reduce_dtype,

@@ -43,6 +43,7 @@ class TitanOptions:
     Attributes:
         parallelism: Degrees, schedule and back-end.
         dims: The meshes.
+        stages_per_rank: Pipeline stages that each rank holds.
         device: Where models live.
         compute_dtype: Type of weights and activations in passes.
         reduce_dtype: Type that gradients are reduced in.
@@ -53,6 +54,7 @@ class TitanOptions:
 
     parallelism: ParallelismConfig
     dims: ParallelDims
+    stages_per_rank: int
     device: torch.device
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -150,7 +152,7 @@ def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *
     )
     names = spec.names.for_value_head() if critic else spec.names
     plan = _plan(hf, names)
-    stages = cut_stages(model, options.parallelism, dims, dtype=dtype)
+    stages = cut_stages(model, options.parallelism, dims, stages_per_rank=options.stages_per_rank, dtype=dtype)
     lora = lora_options(config)
     adapter = None if lora is None else plan_adapter(hf, config, lora, names, plan)
     for stage in stages:

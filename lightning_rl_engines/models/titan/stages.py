@@ -15,8 +15,6 @@ from torchtitan.models.common.rope import RoPE
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2}
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -34,25 +32,30 @@ class Stage:
 
 
 def cut_stages(
-    config: Decoder.Config, parallelism: ParallelismConfig, dims: ParallelDims, *, dtype: torch.dtype
+    config: Decoder.Config,
+    parallelism: ParallelismConfig,
+    dims: ParallelDims,
+    *,
+    stages_per_rank: int,
+    dtype: torch.dtype,
 ) -> list[Stage]:
     """Build the stages that this rank holds, on meta; without pipeline parallelism the whole model.
 
     Args:
         config: The whole model.
-        parallelism: Names the schedule, which says how many stages a rank has.
+        parallelism: Names the schedule, for messages.
         dims: The meshes.
+        stages_per_rank: How many stages the schedule wants of each rank.
         dtype: Type of the parameters; buffers are as the modules make them.
 
     Raises:
         ValueError: There are fewer layers than stages.
     """
-    per_rank = _STAGES_PER_RANK[parallelism.pipeline_parallel_schedule] if dims.pp_enabled else 1
-    count = dims.pp * per_rank
+    count = dims.pp * stages_per_rank if dims.pp_enabled else 1
     if len(config.layers) < count:
         raise ValueError(
             f"pipeline_parallel_degree={dims.pp} with {parallelism.pipeline_parallel_schedule!r} makes {count} stages "
-            f"of {len(config.layers)} layers; use at most {len(config.layers) // per_rank}."
+            f"of {len(config.layers)} layers; use at most {len(config.layers) // stages_per_rank}."
         )
     rank = dims.get_mesh("pp").get_local_rank() if dims.pp_enabled else 0
     layers = stage_layers(len(config.layers), count)
