@@ -107,6 +107,22 @@ def test_a_document_beyond_the_positions_is_named_before_anything_runs():
         run_workers(2, longest, str(tiny_model_folder("llama_tied")))
 
 
+def test_a_pattern_that_freezes_nothing_is_refused():
+    with pytest.raises(WorkerError, match=r"freeze=\['model.embbed\*'\].* matches no tensor"):
+        run_workers(1, build, str(tiny_model_folder("llama")), {}, freeze=["model.embbed*"])
+
+
+def frozen_embedding(folder: str) -> list[str]:
+    def body(module: EngineModule) -> list[str]:
+        return [name for name, item in module.policy.named_parameters() if not item.requires_grad]
+
+    return with_engine(body, ModelConfig(path=folder, freeze=["model.embed*"]), engine="torchtitan")
+
+
+def test_a_pattern_freezes_what_it_names():
+    assert run_workers(1, frozen_embedding, str(tiny_model_folder("llama"))) == [["parts.0.tok_embeddings.weight"]]
+
+
 def test_an_unknown_compiler_is_refused():
     with pytest.raises(WorkerError, match="compile_backend='none'"):
         run_workers(1, build, str(tiny_model_folder("llama")), {}, compile=True, compile_backend="none")

@@ -155,6 +155,7 @@ def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *
     stages = cut_stages(model, options.parallelism, dims, stages_per_rank=options.stages_per_rank, dtype=dtype)
     lora = lora_options(config)
     adapter = None if lora is None else plan_adapter(hf, config, lora, names, plan)
+    _require_matches(config.freeze, plan)
     for stage in stages:
         if adapter is not None:
             adapt(stage.model, adapter)
@@ -184,6 +185,17 @@ def _plan(hf: "PreTrainedModel", names: HFNames) -> ExportPlan:
             raise ValueError(f"{entry.name!r} of a Hugging Face save has no place in the torchtitan model.")
         entries.append(ExportEntry(entry.name, entry.shape, entry.dtype, place[0]))
     return ExportPlan(tuple(entries), num_parameters=saved.num_parameters, architecture=saved.architecture)
+
+
+def _require_matches(patterns: Iterable[str], plan: ExportPlan) -> None:
+    """Refuse a pattern that freezes nothing; of the whole model, since a rank may hold some of its stages."""
+    names = [entry.name for entry in plan.entries]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(
+                f"ModelConfig(freeze=[{pattern!r}]) matches no tensor of the model's save; names are like "
+                f"{names[-1]!r}."
+            )
 
 
 def _freeze(model: nn.Module, names: HFNames, patterns: Iterable[str]) -> None:
