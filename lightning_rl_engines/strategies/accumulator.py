@@ -19,10 +19,16 @@ _LOSS = "loss"
 
 
 class MetricAccumulator:
-    """Sums or extremes of named scalars; nothing is read from the device before :meth:`finish`."""
+    """Sums or extremes of named scalars; nothing is read from the device before :meth:`finish`.
 
-    def __init__(self, denominators: Denominators) -> None:
+    Args:
+        denominators: Counts over the whole global batch.
+        place: What a message adds to the rank on which a loss failed.
+    """
+
+    def __init__(self, denominators: Denominators, *, place: str = "") -> None:
         self._denominators = denominators
+        self._place = place
         self._values: dict[str, Tensor] = {}
         self._reductions: dict[str, MetricReduction] = {}
         self._error: Exception | None = None
@@ -120,7 +126,7 @@ class MetricAccumulator:
             raise self._error
         if failed:
             rank, text = failed[0]
-            raise RuntimeError(f"the loss failed on rank {rank}: {text}")
+            raise RuntimeError(f"the loss failed on rank {rank}{self._place}: {text}")
 
 
 def _combine(left: float, right: float, reduction: MetricReduction) -> float:

@@ -192,6 +192,11 @@ class Engine(ABC):
         """All-gather what each rank found over the world, from each part of the batch once."""
 
     @property
+    def _loss_place(self) -> str:
+        """What a message adds to the rank on which a loss failed."""
+        return ""
+
+    @property
     def loss_scale(self) -> LossScale | None:
         """Scale of the loss in fp16; ``None`` where gradients need none."""
         return None
@@ -251,7 +256,7 @@ class Engine(ABC):
             balance=balance,
             call=call,
         )
-        metrics = MetricAccumulator(batch.denominators)
+        metrics = MetricAccumulator(batch.denominators, place=self._loss_place)
         columns: dict[str, Tensor] = {}
         forward = partial(model, calculate_entropy=calculate_entropy, temperature=temperature)
         with self._loaded(model):

@@ -46,6 +46,11 @@ class PipelinePasses(MeshRanks):
         last_stage = self.mesh["pp"].get_local_rank() == self.degrees.pipeline - 1
         return last_stage and self.mesh["tp"].get_local_rank() == 0
 
+    @property
+    @override
+    def _loss_place(self) -> str:
+        return ", the last stage of a pipeline" if self.degrees.pipeline > 1 else ""
+
     @override
     def _train_rows(
         self, model: nn.Module, forward: Forward, batch: GlobalBatch, loss_fn: LossFunction, metrics: MetricAccumulator
@@ -55,8 +60,7 @@ class PipelinePasses(MeshRanks):
             return
 
         def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
-            result = loss_fn(outputs, micro_batch)
-            metrics.add(result)
+            result = metrics.evaluate(loss_fn, outputs, micro_batch)
             scale = self._loss_factor(model) / batch.denominators[result.denominator]
             return connected(result.total, outputs) * scale
 
@@ -77,7 +81,7 @@ class PipelinePasses(MeshRanks):
 
         def keep(outputs: TokenOutputs, micro_batch: MicroBatch) -> None:
             if loss_fn is not None:
-                metrics.add(loss_fn(outputs, micro_batch))
+                metrics.evaluate(loss_fn, outputs, micro_batch)
             collect(columns, outputs, micro_batch, batch.experience.num_tokens)
 
         with torch.no_grad():
@@ -94,7 +98,6 @@ class PipelinePasses(MeshRanks):
     ) -> None:
         assert self._titan_options is not None
         mesh = self.mesh["pp"]
-        guarded = _Guarded(finish)
         rows = PipelinePass(
             cast("TitanTokenModel", model),
             self._titan_options,
@@ -102,33 +105,7 @@ class PipelinePasses(MeshRanks):
             pack=lambda row: self._pack(batch.experience, batch.rows[row]),
             sync=self._gradient_sync,
             settings=forward.keywords,
-            finish=guarded,
+            finish=finish,
         )
         order = pipeline_order(self.pipeline_parallel_schedule, mesh.size(), len(batch.rows), forward_only=forward_only)
         rows.run(order[mesh.get_local_rank()])
-        self._raise_together(guarded.error)
-
-    def _raise_together(self, error: Exception | None) -> None:
-        """Raise on every rank what one of them met in its loss."""
-        found = self.all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, message in enumerate(found):
-            if message is not None:
-                raise RuntimeError(f"the loss failed on rank {rank}, the last stage of a pipeline: {message}")
-
-
-class _Guarded:
-    """Lets the pass of a row end although its loss fails: the other ranks are in the middle of their schedule."""
-
-    def __init__(self, finish: Finish) -> None:
-        self._finish = finish
-        self.error: Exception | None = None
-
-    def __call__(self, outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor | None:
-        try:
-            if self.error is None:
-                return self._finish(outputs, micro_batch)
-        except Exception as error:  # of any type, it is code of users
-            self.error = error
-        return connected(torch.zeros((), device=micro_batch.device), outputs)
