@@ -148,6 +148,11 @@ def _reason(message: str) -> str:
     telling = [line for line in lines if any(pattern.search(line) for pattern in _PATTERNS.values())]
     if telling:
         return telling[-1]
+    inside = re.findall(
+        r"Problem with given class_path '[^']+':\s*\n(.+?)(?=\n\s*Given value type|\Z)", message, re.DOTALL
+    )
+    if inside:
+        return _reason(inside[-1])  # what an argument of the class is refused for
     skipped = (
         "Parser key",
         "Does not validate",
@@ -171,7 +176,7 @@ def _expected(lines: list[str], message: str) -> str:
         kind = re.sub(r"typing\.Literal\[(.*)\]", r"one of \1", kind)
         kinds.append(re.sub(r"<class '([\w.]+)'>", r"\1", kind))
     key = re.search(r'Parser key "([^"]+)"', message)
-    value = re.search(r"Given value: (.+)", message)
+    value = re.search(r"G(?:iven|ot) value: (.+)", message)
     left = f"{key.group(1)}=" if key else ""
     given = _shorten(value.group(1).strip()) if value else "the value"
     return f"{left}{given} is not valid; use {' or '.join(dict.fromkeys(kinds))}."

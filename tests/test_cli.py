@@ -122,6 +122,7 @@ def test_help_names_the_subcommands_and_the_help_of_classes(capsys):
         ("--ckpt_path=nowhere.ckpt", "ckpt_path='nowhere.ckpt' does not exist"),
         ("--learning_rate_on_resume=config", "add --ckpt_path last"),
         ("--trainer.strategy.ulysses_sp_size=0", "ulysses_sp_size=0"),
+        ("--trainer.strategy.reduce_dtype=foo", "reduce_dtype=foo is not valid; use one of 'float32', 'bfloat16'"),
         ("--model.mini_batches=0", "mini_batches=0"),
     ],
 )
