@@ -7,6 +7,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,12 +30,15 @@ pytestmark = [
 ]
 
 SCRIPT = """
-    import sys, time, torch
+    import os, sys, time, torch
     from datetime import timedelta
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy
     from lightning_rl_engines.callbacks.interrupt import GracefulInterrupt
+
+    def say(*words):
+        os.write(1, (" ".join(map(str, words)) + chr(10)).encode())  # One write: two processes share the pipe.
 
     class Module(LightningModule):
         def __init__(self, stuck):
@@ -42,10 +47,10 @@ SCRIPT = """
             self.stuck = stuck
         def training_step(self, batch, batch_idx):
             if self.trainer.is_global_zero:
-                print("STEP", self.trainer.global_step, flush=True)
+                say("STEP", self.trainer.global_step)
             if self.stuck and batch_idx == 3:
                 if self.trainer.global_rank == 1:
-                    print("PID", __import__("os").getpid(), flush=True)
+                    say("PID", os.getpid())
                     time.sleep(1000)
                 torch.distributed.barrier()
             time.sleep(0.05)
@@ -64,17 +69,19 @@ SCRIPT = """
     )
     data = torch.utils.data.DataLoader(torch.ones(10000, 1), batch_size=1)
     trainer.fit(Module(stuck), data, ckpt_path="last" if resume else None)
-    print("END", trainer.global_step, flush=True)
+    say("END", trainer.global_step)
 """
 
 
-def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+@contextmanager
+def start(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """The script on two ranks; all its processes are gone at the end, however the test ends."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK"):
         environment.pop(name, None)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-W", "ignore", str(script), str(folder), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -82,12 +89,23 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
         env=environment,
         start_new_session=True,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            kill(process)
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    """Kill what is left of the processes that a script started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def read_until(process: "subprocess.Popen[str]", word: str) -> str:
     """Read output until a line starts with the word; a thread kills a silent process."""
     assert process.stdout is not None
-    timer = threading.Timer(START_SECONDS, os.killpg, (process.pid, signal.SIGKILL))
+    timer = threading.Timer(START_SECONDS, kill, (process,))
     timer.start()
     seen = []
     try:
@@ -101,20 +119,16 @@ def read_until(process: "subprocess.Popen[str]", word: str) -> str:
 
 
 def finish(process: "subprocess.Popen[str]", seconds: float = 60.0) -> str:
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+    output, _ = process.communicate(timeout=seconds)
     return output
 
 
 def stop_two_ranks(tmp_path: Path, send) -> int:
     """Run, send a signal after some steps, and return the step of the checkpoint."""
-    process = start(tmp_path, "first")
-    read_until(process, "STEP 5")
-    send(process.pid)
-    output = finish(process)
+    with start(tmp_path, "first") as process:
+        read_until(process, "STEP 5")
+        send(process.pid)
+        output = finish(process)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
@@ -128,31 +142,36 @@ def test_a_signal_to_one_process_stops_both_ranks(tmp_path):
 
 def test_ctrl_c_in_a_terminal_stops_both_ranks_and_the_run_resumes(tmp_path):
     saved = stop_two_ranks(tmp_path, lambda pid: os.killpg(pid, signal.SIGINT))
-    process = start(tmp_path, "resume", str(saved + 2))
-    assert read_until(process, "STEP").split()[1] == str(saved)
-    assert f"END {saved + 2}" in finish(process)
+    with start(tmp_path, "resume", str(saved + 2)) as process:
+        assert read_until(process, "STEP").split()[1] == str(saved)
+        assert f"END {saved + 2}" in finish(process)
     assert process.returncode == 0
 
 
 def test_a_second_signal_kills_processes_that_wait_in_a_collective(tmp_path):
-    process = start(tmp_path, "stuck")
-    child = int(read_until(process, "PID").split()[1])
-    os.kill(process.pid, signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None, "the first signal must not kill"
-    os.kill(process.pid, signal.SIGINT)
-    output = finish(process, 10.0)
-    assert process.returncode == 130, output
-    # The child is nobody's any more: wait for the kernel to remove it.
+    with start(tmp_path, "stuck") as process:
+        child = int(read_until(process, "PID").split()[1])
+        os.kill(process.pid, signal.SIGINT)
+        read_until(process, "Stopping after this update")
+        time.sleep(0.5)  # The grace time runs from the moment at which the first signal was seen.
+        assert process.poll() is None, "the first signal must not kill"
+        os.kill(process.pid, signal.SIGINT)
+        output = finish(process, 10.0)
+        assert process.returncode == 130, output
+        assert gone(child), "the launched process is still alive"
+
+
+def gone(pid: int) -> bool:
+    """Whether a process is nobody's any more; waits for the kernel to remove it."""
     for _ in range(100):
         try:
-            os.kill(child, 0)
+            os.kill(pid, 0)
         except ProcessLookupError:
-            return
-        if Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return
+            return True
+        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return True
         time.sleep(0.05)
-    raise AssertionError("the launched process is still alive")
+    return False
 
 
 class Module(LightningModule):

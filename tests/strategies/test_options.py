@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import fsdp as lightning_fsdp
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -340,8 +340,11 @@ def check_precision_plugin(tmp_path: Path) -> None:
     assert FSDPUlyssesStrategy().precision_plugin.storage_dtype == torch.float32
     strategy = FSDPUlyssesStrategy(precision_plugin=FSDPPrecision("bf16-true"))
     assert strategy.precision_plugin.storage_dtype == torch.bfloat16
+    # Of the plugins that the Trainer makes itself, the name counts.
+    mixed = FSDPUlyssesStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
+    assert mixed.precision_plugin.precision == "bf16-mixed"
     with pytest.raises(TypeError, match="does not fit"):
-        FSDPUlyssesStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
+        FSDPUlyssesStrategy(precision_plugin=DoublePrecision())
 
 
 MODEL_OPTIONS = [item.name for item in dataclasses.fields(ModelConfig)]
