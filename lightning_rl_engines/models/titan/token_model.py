@@ -69,6 +69,7 @@ class TitanTokenModel(TokenModel):
     ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
+        self._at_rest = tuple(self.parts.parameters())
         self.stages = tuple(stages)
         self._ran: set[int] = set()
         self.model_config = model_config
@@ -196,9 +197,16 @@ class TitanTokenModel(TokenModel):
         FSDP2 keeps the unit of the head whole, since the head runs after the rest of the model: a step would not reach
         the copy that the next pass uses, and ``parameters()`` would name it.
         """
+        if not self._ran:
+            return
+        # torch 2.15 also clears the gradients; while a unit is whole, parameters() does not name all that have one.
+        gradients = [(parameter, parameter.grad) for parameter in self._at_rest]
         for stage, part in zip(self.stages, self.parts, strict=True):
             if stage in self._ran and isinstance(part, FSDPModule):
                 part.reset_iter_state()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        self._at_rest = tuple(self.parts.parameters())
         self._ran.clear()
 
     @override
