@@ -208,14 +208,24 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
             )
 
     @override
-    def _loaded(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._offloader.loaded(model)
+    def _loaded(
+        self, model: nn.Module, *, optimizer: Optimizer | None = None, grad: bool = False
+    ) -> AbstractContextManager[None]:
+        return self._offloader.loaded(model=model, optimizer=optimizer, grad=model if grad else None)
+
+    def _while_loaded(
+        self, model: nn.Module, stream: Iterator[tuple[str, Tensor]], *, grad: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over what needs the parameters on the device."""
+        with self._offloader.loaded(model=model, grad=model if grad else None):
+            yield from stream
 
     # ---- gradients ----
 
     @override
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:
-        return self._clip_parameters(model.parameters(), math.inf if max_norm is None else max_norm)
+        with self._loaded(model, grad=True):
+            return self._clip_parameters(model.parameters(), math.inf if max_norm is None else max_norm)
 
     @abstractmethod
     def _clip_parameters(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:

@@ -153,8 +153,16 @@ class Engine(ABC):
         """Context in which model and optimizer are on the device; at exit what is off-loaded by option leaves it."""
 
     @abstractmethod
-    def _loaded(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context in which a model's parameters are on the device; what was off-loaded before goes back at exit."""
+    def _loaded(
+        self, model: nn.Module, *, optimizer: Optimizer | None = None, grad: bool = False
+    ) -> AbstractContextManager[None]:
+        """Context in which a model's parameters are on the device; what was off-loaded before goes back at exit.
+
+        Args:
+            model: The model.
+            optimizer: Its state, too.
+            grad: The model's gradients, too.
+        """
 
     @abstractmethod
     def _plan(
@@ -259,7 +267,7 @@ class Engine(ABC):
         metrics = MetricAccumulator(batch.denominators, place=self._loss_place)
         columns: dict[str, Tensor] = {}
         forward = partial(model, calculate_entropy=calculate_entropy, temperature=temperature)
-        with self._loaded(model):
+        with self._loaded(model, grad=not forward_only):
             if forward_only:
                 columns = self._infer_rows(model, forward, batch, loss_fn, metrics)
             else:
@@ -304,7 +312,7 @@ class Engine(ABC):
             raise ValueError(f"max_grad_norm={max_grad_norm} must be positive, such as 1.0, or None for no clipping.")
         optimizer.zero_grad()
         try:
-            with self._loaded(model):  # the step needs the parameters, too
+            with self._loaded(model, optimizer=optimizer):  # the step needs all of them
                 output = self.forward_backward_batch(
                     model,
                     experience,

@@ -193,13 +193,13 @@ class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  
         self, model: nn.Module, *, mode: WeightsMode = "full", dtype: DTypeName | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         target = None if dtype is None else torch_dtype(dtype)
-        return self._offloader.while_loaded(model, stream_weights(model, cast(TokenModel, model), mode, target))
+        return self._while_loaded(model, stream_weights(model, cast(TokenModel, model), mode, target))
 
     @override
     def get_per_tensor_grad(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         token_model = cast(TokenModel, model)
         plan = token_model.export_plan if token_model.adapter is None else token_model.adapter.plan
-        return stream_full_gradients(model, plan, prefix="hf.")
+        return self._while_loaded(model, stream_full_gradients(model, plan, prefix="hf."), grad=True)
 
     # ---- engine: gradients ----
 

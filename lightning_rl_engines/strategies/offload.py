@@ -8,7 +8,7 @@ buffers are allocated once (pinned where there is an accelerator) and reused.
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_rl_engines._compat import reshard_root
-
-_T = TypeVar("_T")
 
 
 class _Held(NamedTuple):
@@ -114,20 +112,17 @@ class Offloader:
         self._to_offload_again = []
 
     @contextmanager
-    def loaded(self, model: nn.Module) -> Iterator[None]:
-        """Context in which a model's parameters are on the device; they go back to the host if they were there."""
-        was_offloaded = self._of(model, "model").offloaded
-        self.load(model=model)
+    def loaded(
+        self, *, model: nn.Module | None = None, optimizer: Optimizer | None = None, grad: nn.Module | None = None
+    ) -> Iterator[None]:
+        """Context in which these are on the device; what was on the host before goes back at exit."""
+        owners = dict(_owners(model, optimizer, grad))
+        offloaded = {kind: owner for kind, owner in owners.items() if self._of(owner, kind).offloaded}
+        self.load(**offloaded)
         try:
             yield
         finally:
-            if was_offloaded:
-                self.offload(model=model)
-
-    def while_loaded(self, model: nn.Module, stream: Iterator[_T]) -> Iterator[_T]:
-        """Iterate over what needs the parameters on the device."""
-        with self.loaded(model):
-            yield from stream
+            self.offload(**offloaded)
 
     def _of(self, owner: object, kind: str) -> HostBuffers:
         return self._buffers.setdefault(owner, {}).setdefault(kind, HostBuffers())

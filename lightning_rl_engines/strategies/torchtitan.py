@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl_engines._compat import join_process_group
@@ -258,13 +259,14 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
 
         target = None if dtype is None else torch_dtype(dtype)
         stream = stream_titan_weights(cast("TitanTokenModel", model), mode, target, self._pipeline_group)
-        return self._offloader.while_loaded(model, stream)
+        return self._while_loaded(model, stream)
 
     @override
     def get_per_tensor_grad(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         from lightning_rl_engines.models.titan.weights import stream_titan_gradients
 
-        return stream_titan_gradients(cast("TitanTokenModel", model), self._pipeline_group)
+        stream = stream_titan_gradients(cast("TitanTokenModel", model), self._pipeline_group)
+        return self._while_loaded(model, stream, grad=True)
 
     # ---- engine: rows ----
 
@@ -304,9 +306,9 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
 
     @override
     @contextmanager
-    def _loaded(self, model: nn.Module) -> Iterator[None]:
+    def _loaded(self, model: nn.Module, *, optimizer: Optimizer | None = None, grad: bool = False) -> Iterator[None]:
         titan = cast("TitanTokenModel", model)
-        with super()._loaded(model):
+        with super()._loaded(model, optimizer=optimizer, grad=grad):
             titan.come_to_rest()  # after a pass of a user's own, the weights may have changed
             try:
                 yield

@@ -1,4 +1,3 @@
-import gc
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from lightning_rl_engines.export import plan_from_hf_model, stream_full_gradient
 from lightning_rl_engines.export.plan import ExportEntry, ExportPlan
 from tests.export.support import Holder, assert_same, make_model, save, shard
 from tests.support import run_workers
+from tests.support.live import LiveTensors
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -174,30 +174,6 @@ def stops_early(sharding: str, stop: int) -> None:
 @pytest.mark.parametrize("stop", [1, 8])
 def test_closing_early_leaves_the_model_usable(sharding: str, stop: int) -> None:
     run_workers(2, stops_early, sharding, stop)
-
-
-class LiveTensors:
-    """Looks at all tensors that Python can reach; what exists at the start is found once, which is the slow part."""
-
-    def __enter__(self) -> "LiveTensors":
-        gc.collect()
-        self.old = self._found()
-        gc.freeze()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        gc.unfreeze()
-
-    def bytes(self) -> int:
-        storages = [t.untyped_storage() for t in (*self.old, *self._found()) if t.device.type == "cpu"]
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
-    def count(self) -> int:
-        gc.collect()
-        return len(self._found())
-
-    def _found(self) -> list[Tensor]:
-        return [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
 
 
 def peaks() -> list[tuple[int, int, int, int]]:

@@ -1,20 +1,18 @@
 """What lies in memory between and within steps: of whole models and of adapters, and nothing beside."""
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from torch import Tensor
 
 from lightning_rl_engines import ModelConfig
-from tests.export.test_stream import LiveTensors
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import assert_same, copies, mine, score_loss
-from tests.strategies.test_offload import bytes_on_device, state_tensors, storages
+from tests.strategies.test_offload import bytes_on_device, state_tensors
 from tests.support import run_workers
 from tests.support.engine import EngineModule, with_engine
+from tests.support.live import LiveTensors
 from tests.support.lora import lora
 from tests.support.models import tiny_config, tiny_model_folder
 
@@ -31,17 +29,8 @@ def documents_of_wide() -> Documents:
     return make_documents(tiny_model_folder("llama"), vocabulary=64)
 
 
-def live() -> dict[int, int]:
-    """Bytes of each storage that Python reaches, by address."""
-    gc.collect()
-    found = [item for item in gc.get_objects() if type(item) in (Tensor, torch.nn.Parameter) and not item.is_meta]
-    gradients = [item.grad for item in found if item.is_leaf and item.grad is not None]
-    return {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in (*found, *gradients)}
-
-
 def measure(config: ModelConfig, documents: Documents, precision: str, **strategy: Any) -> dict[str, int]:
     """On a rank: bytes of parameters, of gradients and of AdamW's state, and all that a step leaves behind."""
-    before: dict[int, int] = {}
 
     def body(module: EngineModule) -> dict[str, int]:
         engine, policy = module.engine, module.policy
@@ -54,15 +43,14 @@ def measure(config: ModelConfig, documents: Documents, precision: str, **strateg
             optimizer.step()
             optimizer.zero_grad()
             engine.train_batch(policy, optimizer, experience, score_loss)
-        left = live()
         return {
             "gradients": gradients,
             "state": bytes_on_device([item for item in state_tensors(optimizer) if item.dim()]),
-            "left": sum(size for address, size in left.items() if before.get(address) != size),
+            "left": live.new_bytes(),
         }
 
-    before.update(live())
-    return with_engine(body, config, precision=precision, **strategy)
+    with LiveTensors() as live:
+        return with_engine(body, config, precision=precision, **strategy)
 
 
 @BOTH
@@ -106,15 +94,16 @@ def train(folder: str, documents: Documents, cycles: int, **strategy: Any) -> An
         engine: Any = module.engine
         policy, experience = module.policy, mine(engine, documents)
         optimizer = torch.optim.AdamW([item for item in policy.parameters() if item.requires_grad], 1e-2)
-        for _ in range(cycles):
-            with engine.eval_mode(policy), engine.disable_adapter(policy):
-                reference = engine.infer_batch(policy, experience).columns
-            with engine.train_mode(policy, optimizer):
-                engine.train_batch(policy, optimizer, experience, score_loss, max_grad_norm=0.1)
-            weights = copies(engine.get_per_tensor_param(policy, mode="merged"))
-            notes["parameters"].append(bytes_on_device(policy.parameters()))
-            notes["state"].append(bytes_on_device([item for item in state_tensors(optimizer) if item.dim()]))
-            notes["storages"].append(storages())
+        with LiveTensors() as live:
+            for _ in range(cycles):
+                with engine.eval_mode(policy), engine.disable_adapter(policy):
+                    reference = engine.infer_batch(policy, experience).columns
+                with engine.train_mode(policy, optimizer):
+                    engine.train_batch(policy, optimizer, experience, score_loss, max_grad_norm=0.1)
+                weights = copies(engine.get_per_tensor_param(policy, mode="merged"))
+                notes["parameters"].append(bytes_on_device(policy.parameters()))
+                notes["state"].append(bytes_on_device([item for item in state_tensors(optimizer) if item.dim()]))
+                notes["storages"].append(len(live.storages()))
         return {**weights, **reference, **copies(engine.get_per_tensor_param(policy, mode="adapter"))}, notes
 
     config = ModelConfig(path=folder, lora=lora(modules_to_save=["norm"]))

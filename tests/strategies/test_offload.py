@@ -1,6 +1,5 @@
 """Off-load: training is bit for bit the same, nothing multiplies, and what is off-loaded is off the device."""
 
-import gc
 from typing import Any
 
 import pytest
@@ -10,22 +9,16 @@ from torch import Tensor
 from lightning_rl_engines import ModelConfig, PolicyLoss
 from lightning_rl_engines.strategies.offload import HostBuffers, local_part
 from tests.strategies.reference import Documents, make_documents
+from tests.strategies.steps import assert_same
 from tests.support import run_workers
 from tests.support.engine import EngineModule, share, with_engine
+from tests.support.live import LiveTensors
 from tests.support.models import tiny_model_folder
 
 
 def bytes_on_device(tensors: Any) -> int:
     found = [local_part(tensor.detach()).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
-
-
-def storages() -> int:
-    """Live storages with memory, by data pointer."""
-    gc.collect()
-    # Exact types: compiled layers of other tests leave fake tensors behind, which have no storage to look at.
-    found = (item for item in gc.get_objects() if type(item) in (Tensor, torch.nn.Parameter) and not item.is_meta)
-    return len({item.untyped_storage().data_ptr() for item in found if item.untyped_storage().nbytes()})
 
 
 def state_tensors(optimizer: Any) -> list[Tensor]:
@@ -41,16 +34,17 @@ def train(folder: str, documents: Documents, cycles: int, **strategy: Any) -> An
         optimizer = torch.optim.AdamW(module.policy.parameters(), 1e-2)
         mine = share(range(documents.size), engine.data_parallel_rank, engine.data_parallel_size)
         experience = documents.experience(mine)
-        for _ in range(cycles):
-            with engine.eval_mode(module.policy):
-                engine.infer_batch(module.policy, experience)
-            with engine.train_mode(module.policy, optimizer):
-                engine.train_batch(module.policy, optimizer, experience, PolicyLoss(), max_grad_norm=0.1)
-            weights = dict(engine.get_per_tensor_param(module.policy))
-            notes["parameter_bytes"].append(bytes_on_device(module.policy.parameters()))
-            notes["state_bytes"].append(bytes_on_device([t for t in state_tensors(optimizer) if t.dim()]))
-            notes["scalars"].append([float(t) for t in state_tensors(optimizer) if not t.dim()][:1])
-            notes["storages"].append(storages())
+        with LiveTensors() as live:
+            for _ in range(cycles):
+                with engine.eval_mode(module.policy):
+                    engine.infer_batch(module.policy, experience)
+                with engine.train_mode(module.policy, optimizer):
+                    engine.train_batch(module.policy, optimizer, experience, PolicyLoss(), max_grad_norm=0.1)
+                weights = dict(engine.get_per_tensor_param(module.policy))
+                notes["parameter_bytes"].append(bytes_on_device(module.policy.parameters()))
+                notes["state_bytes"].append(bytes_on_device([t for t in state_tensors(optimizer) if t.dim()]))
+                notes["scalars"].append([float(t) for t in state_tensors(optimizer) if not t.dim()][:1])
+                notes["storages"].append(len(live.storages()))
         # Outside the contexts, too, a call finds its parameters.
         columns = engine.infer_batch(module.policy, experience).columns
         notes["parameter_bytes"].append(bytes_on_device(module.policy.parameters()))
@@ -83,6 +77,51 @@ def test_training_with_offload_is_bit_equal_and_frees_the_device(world: int, lay
         assert after["state_bytes"] == [0] * 6
         assert after["scalars"] == [[1.0], [2.0], [3.0], [4.0], [5.0], [6.0]]
         assert len(set(after["storages"][1:])) == 1
+
+
+def outside_of_modes(folder: str, documents: Documents, **strategy: Any) -> Any:
+    """Calls between the modes, with everything on the host that can be there; results of each."""
+
+    def body(module: EngineModule) -> Any:
+        engine, model = module.engine, module.policy
+        host = strategy.get("offload_param", False)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        mine = share(range(documents.size), engine.data_parallel_rank, engine.data_parallel_size)
+        experience = documents.experience(mine)
+        with engine.train_mode(model, optimizer):
+            engine.train_batch(model, optimizer, experience, PolicyLoss())
+        norms = [engine.train_batch(model, optimizer, experience, PolicyLoss()).metrics["grad_norm"]]
+        assert bytes_on_device([t for t in state_tensors(optimizer) if t.dim()]) == 0 or not host
+        gradients = []
+        for _ in range(2):  # the second adds to gradients that are on the host
+            engine.forward_backward_batch(model, experience, PolicyLoss())
+            if host:
+                engine.to("cpu", grad=model)
+            gradients.append(dict(engine.get_per_tensor_grad(model)))
+            norms.append(float(engine.clip_grad_norm(model, 0.01)))
+        given = [item.grad for item in model.parameters() if item.grad is not None]
+        on_device = bytes_on_device(model.parameters()), bytes_on_device(given)
+        return dict(engine.get_per_tensor_param(model)), gradients, norms, on_device
+
+    return with_engine(body, ModelConfig(path=folder), **strategy)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"ulysses_sp_size": 2}), (2, {"engine": "torchtitan"})])
+def test_calls_outside_of_the_modes_find_what_is_on_the_host(world: int, layout: dict[str, Any]) -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    plain = run_workers(world, outside_of_modes, folder, documents, **layout)
+    moved = run_workers(
+        world, outside_of_modes, folder, documents, offload_param=True, offload_optimizer=True, **layout
+    )
+    for (weights, gradients, norms, before), (moved_weights, moved_gradients, moved_norms, after) in zip(
+        plain, moved, strict=True
+    ):
+        assert_same(moved_weights, weights)
+        for found, expected in zip(moved_gradients, gradients, strict=True):
+            assert_same(found, expected)
+        assert moved_norms == norms
+        assert all(before) and after == (0, 0)
 
 
 def move_by_hand(folder: str, documents: Documents) -> None:
