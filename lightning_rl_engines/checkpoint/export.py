@@ -1,7 +1,8 @@
 """Turns a training checkpoint into a Hugging Face folder, in one process or several, without a Trainer."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -100,10 +101,10 @@ def _full(
     saved = _Saved(path, f"model.{model}.")
     if any(name.startswith("titan.") for name in saved.names):
         # torchtitan's stacks of experts.
-        from lightning_rl_engines.models.titan.saved import saved_weights
+        from lightning_rl_engines.models.titan.saved import saved_sources
 
-        tensors = saved_weights(hf.config, plan, saved.names, saved.read, is_critic=config.head == "value")
-        return hf, plan, ((name, _cast(tensor, dtype)) for name, tensor in tensors)
+        sources = saved_sources(hf.config, plan, saved.names, is_critic=config.head == "value")
+        return hf, plan, saved.stream(sources, dtype, takes)
     return hf, plan, saved.by_plan(plan, dtype, takes)
 
 
@@ -198,22 +199,31 @@ class _Saved:
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
     def by_plan(
-        self, plan: ExportPlan, dtype: torch.dtype | None, takes: Callable[[int], bool] = lambda num_bytes: True
+        self, plan: ExportPlan, dtype: torch.dtype | None, takes: Callable[[int], bool] | None = None
+    ) -> _Stream:
+        """Stream what is stored under Hugging Face names; see :meth:`stream`."""
+        return self.stream(((f"hf.{source}", partial(plan.pieces, source)) for source in plan.by_source), dtype, takes)
+
+    def stream(
+        self,
+        sources: Iterable[tuple[str, Callable[[Tensor], Iterable[tuple[str, Tensor]]]]],
+        dtype: torch.dtype | None,
+        takes: Callable[[int], bool] | None = None,
     ) -> _Stream:
         """Yield the exported tensors, one stored tensor in memory at a time.
 
         Args:
-            plan: What to export.
+            sources: Stored names, each with what takes a stored tensor apart.
             dtype: Type to cast floating-point tensors to.
-            takes: Says of the next tensor's size whether its data are needed; others come on meta.
+            takes: Says of the next tensor's size whether its data are needed; others come on meta. ``None`` for all.
         """
-        for source in plan.by_source:
+        for stored, taken_apart in sources:
             pieces: dict[str, Tensor] = {}
-            for name, shape in plan.pieces(source, self.shape_of(f"hf.{source}")):
+            for name, shape in taken_apart(self.shape_of(stored)):
                 shape = _cast(shape, dtype)
-                if not takes(shape.nbytes):
+                if takes is not None and not takes(shape.nbytes):
                     yield name, shape
                     continue
                 if not pieces:
-                    pieces = dict(plan.pieces(source, self.read(f"hf.{source}")))
-                yield name, _cast(pieces.pop(name), dtype)
+                    pieces = dict(taken_apart(self.read(stored)))
+                yield name, _cast(pieces.pop(name), dtype).contiguous()

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from safetensors import safe_open
 
 from lightning_rl_engines import export_checkpoint
 from tests.checkpoint.cases import run
@@ -49,37 +48,39 @@ def export_on_rank(checkpoint: str, output: str, size: int) -> int:
     return reads.count
 
 
-def train(folder: str, documents: Documents, path: str) -> None:
-    run(folder, documents, steps=2, save=(1, path))
+def train(folder: str, documents: Documents, path: str, strategy: dict[str, Any]) -> None:
+    run(folder, documents, steps=2, save=(1, path), **strategy)
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tiny_model_folder("qwen3"))
+@pytest.fixture(scope="module", params=[("qwen3", {}), ("qwen3_moe", {"engine": "torchtitan"})], ids=["dense", "moe"])
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    model, strategy = request.param
+    folder = str(tiny_model_folder(model))
     path = str(tmp_path_factory.mktemp("export") / "saved.ckpt")
-    run_workers(1, train, folder, make_documents(folder, vocabulary=64), path)
+    run_workers(1, train, folder, make_documents(folder, vocabulary=64), path, strategy)
     return path
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_processes_share_the_files_and_the_reading(world: int, checkpoint: str, tmp_path: Path) -> None:
+def test_processes_share_the_files_and_the_reading(
+    world: int, checkpoint: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     size = 16 * 1024
-    export_checkpoint(checkpoint, tmp_path / "alone", max_shard_size=size)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        alone = Reads(monkeypatch)
+        export_checkpoint(checkpoint, tmp_path / "alone", max_shard_size=size)
     counts = run_workers(world, export_on_rank, checkpoint, str(tmp_path / "together"), size)
     assert content(tmp_path / "together") == content(tmp_path / "alone")
     files = list((tmp_path / "alone").glob("*.safetensors"))
     assert len(files) > world
-    tensors = 0
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            tensors += len(opened.keys())
-    # Each tensor is read once, by the process that writes it.
-    assert sum(counts) == tensors
-    assert all(0 < count < tensors for count in counts)
+    # Each tensor is read once, by the process that writes it; a stack of experts again where another file begins in it.
+    stacks = request.node.callspec.params["checkpoint"][0] == "qwen3_moe"
+    assert alone.count <= sum(counts) <= alone.count + (len(files) if stacks else 0)
+    assert all(0 < count < alone.count for count in counts)
 
 
 def test_a_model_that_is_not_there_is_refused_by_all_processes(checkpoint: str, tmp_path: Path) -> None:
