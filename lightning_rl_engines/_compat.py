@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 )
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ __all__ = [
     "revert_weight_conversion",
     "set_adapter_disabled",
     "sharding_of",
+    "without_checkpoint",
 ]
 
 
@@ -126,6 +128,11 @@ def compile_in_place(
     """
     module.compile(**options)
     module._compiled_call_impl = around(module, module._compiled_call_impl)  # type: ignore[arg-type]
+
+
+def without_checkpoint(module: nn.Module) -> nn.Module:
+    """Return the layer in torch's checkpoint wrapper, which has no public name; a compiler gives up in the wrapper."""
+    return module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
 
 
 def checkpoint_folder(callback: "ModelCheckpoint", trainer: "Trainer") -> str:

@@ -61,6 +61,15 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {}, {"compile_backend": "aot_eager"}),
     (2, {"ulysses_sp_size": 2}, {"compile_backend": "aot_eager", "gradient_checkpointing": True}),
     (2, {"fsdp_size": 1}, {"compile_backend": "aot_eager"}),
+    (1, {"engine": "torchtitan"}, {"compile_backend": "inductor"}),
+    (2, {"engine": "torchtitan"}, {"compile_backend": "aot_eager", "gradient_checkpointing": True}),
+    (
+        1,
+        {"engine": "torchtitan", "activation_checkpointing": "selective"},
+        {"compile_backend": "aot_eager", "gradient_checkpointing": True},
+    ),
+    (2, {"engine": "torchtitan", "context_parallel_degree": 2}, {"compile_backend": "aot_eager"}),
+    (2, {"engine": "torchtitan", "pipeline_parallel_degree": 2}, {"compile_backend": "aot_eager"}),
 ]
 
 

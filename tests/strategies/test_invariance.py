@@ -1,6 +1,7 @@
 """Loss, metrics and every gradient equal the plain single-process reference, whatever the layout."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -63,27 +64,31 @@ def run_case(
     folder: str,
     documents: Documents,
     case: dict[str, Any],
+    passes: Sequence[tuple[str, str]],
     engine: str = "fsdp_ulysses",
     options: dict[str, Any] | None = None,
-) -> tuple[float, dict[str, Any], dict[str, Any]]:
-    """On a rank: loss, metrics and gradients of one case, and further options of the engine."""
+) -> list[tuple[float, dict[str, Any], dict[str, Any]]]:
+    """On a rank: loss, metrics and gradients of each pass, an aggregation and a way to micro-batch."""
 
     def body(module: EngineModule) -> Any:
         engine = module.engine
         mine = share(range(documents.size), engine.data_parallel_rank, engine.data_parallel_size)
-        with engine.train_mode(module.policy):
-            output = engine.forward_backward_batch(
-                module.policy,
-                documents.experience(mine),
-                _loss(case["aggregation"]),
-                calculate_entropy=True,
-                temperature="temperature",
-                max_tokens_per_micro_batch=_BUDGET[case["micro"]],
-                balance=case["balance"],
-            )
-            norm = float(engine.clip_grad_norm(module.policy, None))
-            gradients = dict(engine.get_per_tensor_grad(module.policy))
-        return output.loss, {**output.metrics, "grad_norm": norm}, gradients
+        results = []
+        for aggregation, micro in passes:
+            with engine.train_mode(module.policy):
+                output = engine.forward_backward_batch(
+                    module.policy,
+                    documents.experience(mine),
+                    _loss(aggregation),
+                    calculate_entropy=True,
+                    temperature="temperature",
+                    max_tokens_per_micro_batch=_BUDGET[micro],
+                    balance=case["balance"],
+                )
+                norm = float(engine.clip_grad_norm(module.policy, None))
+                gradients = dict(engine.get_per_tensor_grad(module.policy))
+            results.append((output.loss, {**output.metrics, "grad_norm": norm}, gradients))
+        return results
 
     return with_engine(
         body,
@@ -96,32 +101,37 @@ def run_case(
 
 def check_case(case: dict[str, Any]) -> None:
     options = {"ulysses_sp_size": case["layout"][1], "fsdp_size": case["fsdp_size"]}
-    compare_with_reference(case, case["layout"][0], "fsdp_ulysses", options)
+    passes = [(case["aggregation"], case["micro"])]
+    compare_with_reference(case, passes, case["layout"][0], "fsdp_ulysses", options)
 
 
-def compare_with_reference(case: dict[str, Any], world: int, engine: str, options: dict[str, Any]) -> None:
-    """Run a case on ``world`` ranks, and compare everything with the plain model."""
+def compare_with_reference(
+    case: dict[str, Any], passes: Sequence[tuple[str, str]], world: int, engine: str, options: dict[str, Any]
+) -> None:
+    """Run the passes of a case on ``world`` ranks, and compare everything with the plain model."""
     folder = str(tiny_model_folder(case["model"]))
     documents = make_documents(folder, vocabulary=97 if case["model"] == "odd_vocab" else 64)
-    expected_metrics: dict[str, float] = {}
+    on_ranks = run_workers(world, run_case, folder, documents, case, passes, engine, options)
+    for index, (aggregation, _) in enumerate(passes):
+        expected_metrics: dict[str, float] = {}
 
-    def loss(model: Any) -> torch.Tensor:
-        total, metrics = ppo_reference(model, documents, case["aggregation"], entropy_coef=0.05, kl_coef=0.1)
-        expected_metrics.update(metrics)
-        return total
+        def loss(model: Any, aggregation: str = aggregation, into: dict[str, float] = expected_metrics) -> torch.Tensor:
+            total, metrics = ppo_reference(model, documents, aggregation, entropy_coef=0.05, kl_coef=0.1)
+            into.update(metrics)
+            return total
 
-    expected_loss, expected = reference_gradients(folder, loss)
-    expected_metrics["grad_norm"] = float(torch.cat([item.flatten() for item in expected.values()]).norm())
-    results = run_workers(world, run_case, folder, documents, case, engine, options)
-    for found_loss, metrics, gradients in results:
-        assert found_loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
-        for name, value in expected_metrics.items():
-            assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-        assert gradients.keys() == expected.keys()
-        for name, value in expected.items():
-            error = (gradients[name] - value).norm() / value.norm()
-            assert error < 1e-5, f"{name}: relative error {error:.2e}"
-        assert (found_loss, metrics) == results[0][:2]
+        expected_loss, expected = reference_gradients(folder, loss)
+        expected_metrics["grad_norm"] = float(torch.cat([item.flatten() for item in expected.values()]).norm())
+        results = [passes_of_rank[index] for passes_of_rank in on_ranks]
+        for found_loss, metrics, gradients in results:
+            assert found_loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+            for name, value in expected_metrics.items():
+                assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            assert gradients.keys() == expected.keys()
+            for name, value in expected.items():
+                error = (gradients[name] - value).norm() / value.norm()
+                assert error < 1e-5, f"{name}: relative error {error:.2e}"
+            assert (found_loss, metrics) == results[0][:2]
 
 
 def _id(case: dict[str, Any]) -> str:

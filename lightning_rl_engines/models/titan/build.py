@@ -14,8 +14,9 @@ from torchtitan.config.configs import CompileConfig, DebugConfig, ParallelismCon
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import RoutedExperts
 
-from lightning_rl_engines._compat import return_hidden_states
+from lightning_rl_engines._compat import return_hidden_states, without_checkpoint
 from lightning_rl_engines.export.plan import ExportEntry, ExportPlan, plan_from_hf_model
 from lightning_rl_engines.models.agreement import raise_on_all_ranks
 from lightning_rl_engines.models.compile import check_backend, compile_layers
@@ -126,7 +127,7 @@ class _Prepared:
 
 
 def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *, trainable: bool) -> _Prepared:
-    _refuse_options(config)
+    _refuse_options(config, options)
     if config.compile:
         check_backend(config.compile_backend, options.device)
     # It never runs, and not every family has another kernel.
@@ -167,7 +168,12 @@ def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *
     return _Prepared(hf, replace(spec, model=model), names, plan, kernel, stages, adapter)
 
 
-def _refuse_options(config: "ModelConfig") -> None:
+def _refuse_options(config: "ModelConfig", options: TitanOptions) -> None:
+    if config.compile and options.dims.tp_enabled:
+        raise ValueError(
+            f"ModelConfig(compile=True) under tensor_parallel_degree={options.dims.tp}: torch's compiler cannot trace "
+            "DTensors of changing lengths; use compile=False, or tensor_parallel_degree=1."
+        )
     if config.use_liger:
         raise ValueError(
             "ModelConfig(use_liger=True) replaces modules of Hugging Face models; use use_liger=False, or "
@@ -234,8 +240,7 @@ def _shard(model: nn.Module, spec: TitanSpec, options: TitanOptions, config: "Mo
         dump_folder="",
     )
     if config.compile:
-        layers = cast(Any, model).layers
-        compile_layers(layers.values(), backend=config.compile_backend)
+        _compile(model, config.compile_backend)
     share_rotary(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -248,6 +253,15 @@ def _shard(model: nn.Module, spec: TitanSpec, options: TitanOptions, config: "Mo
         cast(Any, model).init_weights(buffer_device=options.device if options.cpu_offload else None)
     return_hidden_states(model)
     return model
+
+
+def _compile(model: nn.Module, backend: str) -> None:
+    """Compile the layers around what depends on a row's documents or on where its tokens are routed."""
+    for module in model.modules():
+        if isinstance(module, PackedAttention | RoutedExperts):
+            # The wrapped method: exchanges of a layout happen in there, too.
+            module.forward = torch.compiler.disable(module.forward)
+    compile_layers(map(without_checkpoint, cast(Any, model).layers.values()), backend=backend)
 
 
 def _sliding_window(model: Decoder.Config) -> int | None:
