@@ -71,8 +71,9 @@ def reference_gradients(folder: Any, loss: Callable[[Any], Tensor]) -> tuple[flo
         name: torch.zeros_like(item) if item.grad is None else item.grad for name, item in model.named_parameters()
     }
     plan = plan_from_hf_model(model)  # names of a save: transformers keeps experts in stacks
+    trained = [source for source in plan.by_source if source in gradients]  # a save has buffers, too
     return float(total.detach()), {
-        name: piece for source in plan.by_source for name, piece in plan.pieces(source, gradients[source])
+        name: piece for source in trained for name, piece in plan.pieces(source, gradients[source])
     }
 
 

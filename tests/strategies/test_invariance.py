@@ -109,8 +109,8 @@ def compare_with_reference(
     case: dict[str, Any], passes: Sequence[tuple[str, str]], world: int, engine: str, options: dict[str, Any]
 ) -> None:
     """Run the passes of a case on ``world`` ranks, and compare everything with the plain model."""
-    folder = str(tiny_model_folder(case["model"]))
-    documents = make_documents(folder, vocabulary=97 if case["model"] == "odd_vocab" else 64)
+    folder = str(case.get("folder") or tiny_model_folder(case["model"]))
+    documents = make_documents(folder, vocabulary=64 if "model" in case and case["model"] != "odd_vocab" else 97)
     on_ranks = run_workers(world, run_case, folder, documents, case, passes, engine, options)
     for index, (aggregation, _) in enumerate(passes):
         expected_metrics: dict[str, float] = {}

@@ -2,10 +2,13 @@
 
 import collections
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.models.titan import test_deepseek, test_gpt_oss
+from tests.models.titan.exactness import hugging_face_model
 from tests.strategies.test_invariance import GRID, compare_with_reference
 from tests.support.pairwise import pairwise
 
@@ -52,9 +55,7 @@ _PASSES = 2
 def _legal(case: dict[str, Any]) -> bool:
     _, options = LAYOUTS[case.get("layout", "one")]
     sparse = case.get("model") == "qwen3_moe"
-    if _EP in options and "model" in case and not sparse:
-        return False
-    return not (_TP in options and _EP not in options and sparse)
+    return sparse or _EP not in options or "model" not in case
 
 
 def _id(value: Any) -> str:
@@ -103,6 +104,14 @@ def test_every_pair_of_options_equals_the_plain_model(first: int, case: dict[str
 @pytest.mark.parametrize(("layout", "model"), [("dp2-cp2-tp2", "llama_tied"), ("dp2-cp2-tp2-ep4", "qwen3_moe")])
 def test_three_axes_of_eight_ranks_equal_the_plain_model(layout: str, model: str) -> None:
     check_case({"layout": layout, "model": model, "checkpointing": False, "defer": False, "balance": True})
+
+
+@pytest.mark.parametrize("layout", ["tp2", "ep2-tp2"])
+@pytest.mark.parametrize("family", [test_deepseek, test_gpt_oss], ids=["deepseek", "gpt_oss"])
+def test_experts_of_other_families_equal_the_plain_model(tmp_path: Path, family: Any, layout: str) -> None:
+    hugging_face_model(family.config_of()).save_pretrained(tmp_path)
+    case = {"layout": layout, "folder": tmp_path, "checkpointing": False, "defer": False}
+    check_case(case, count=1)
 
 
 @pytest.mark.exhaustive

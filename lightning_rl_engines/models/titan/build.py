@@ -27,6 +27,7 @@ from lightning_rl_engines.models.titan.heads import log_prob_head, value_head
 from lightning_rl_engines.models.titan.loading import load_weights
 from lightning_rl_engines.models.titan.lora import TitanAdapter, adapt, plan_adapter, require_trained
 from lightning_rl_engines.models.titan.lora_weights import lora_options, start_adapter
+from lightning_rl_engines.models.titan.moe import give_experts_their_input
 from lightning_rl_engines.models.titan.names import HFNames
 from lightning_rl_engines.models.titan.stages import Stage, check_sizes, cut_stages, share_rotary
 from lightning_rl_engines.models.titan.token_model import AttentionOptions, TitanTokenModel
@@ -239,6 +240,8 @@ def _shard(model: nn.Module, spec: TitanSpec, options: TitanOptions, config: "Mo
         ac_config=checkpointing() if config.gradient_checkpointing else None,
         dump_folder="",
     )
+    if options.dims.tp_enabled and not options.dims.ep_enabled:
+        give_experts_their_input(model)
     if config.compile:
         _compile(model, config.compile_backend)
     share_rotary(model)
@@ -260,7 +263,7 @@ def _compile(model: nn.Module, backend: str) -> None:
     for module in model.modules():
         if isinstance(module, PackedAttention | RoutedExperts):
             # The wrapped method: exchanges of a layout happen in there, too.
-            module.forward = torch.compiler.disable(module.forward)
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     compile_layers(map(without_checkpoint, cast(Any, model).layers.values()), backend=backend)
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from typing_extensions import override
 
 # Shapes: R routed tokens sorted by expert, E experts of this rank, D model dimension, F hidden dimension of an expert,
@@ -65,6 +65,21 @@ def expert_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def _has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned
+
+
+def give_experts_their_input(model: nn.Module) -> None:
+    """Let the routed experts of a model read a copy of what the router reads; where each expert is cut over ranks.
+
+    The gradient of the experts' input is then a partial sum on each rank, and that of the router's is whole. Where both
+    belong to one tensor, autograd adds them wrongly, and nothing below the layer is right.
+    """
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.register_forward_pre_hook(_copy_input)
+
+
+def _copy_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return args[0].clone(), *args[1:]
 
 
 class Float32Linear(Linear):

@@ -148,11 +148,6 @@ def check_sizes(hf_config: "PretrainedConfig", model: Decoder.Config, dims: Para
                 f"{[degree for degree in range(1, size + 1) if heads % degree == 0 and kv_heads % degree == 0]}."
             )
     experts = {layer.moe.num_experts for layer in model.layers if layer.moe is not None}
-    if experts and dims.tp > 1 and dims.ep == 1:
-        raise ValueError(
-            f"tensor_parallel_degree={dims.tp} with expert_parallel_degree=1 gives wrong gradients below a layer of "
-            f"experts in torchtitan 0.3; spread the experts too, as with expert_parallel_degree={dims.tp}."
-        )
     if dims.ep > 1 and not experts:
         raise ValueError(
             f"expert_parallel_degree={dims.ep} has nothing to spread: model_type={hf_config.model_type!r} has no "
