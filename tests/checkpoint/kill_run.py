@@ -1,6 +1,7 @@
 """What the kill tests start: two ranks that train, save and export without pause, and say how far they are.
 
-python tests/checkpoint/kill_run.py FOLDER sync|async UPDATES ENGINE, with the folder of tiny models in LRE_TEST_MODELS.
+python tests/checkpoint/kill_run.py FOLDER sync|async UPDATES ENGINE full|lora, with the folder of tiny models in
+LRE_TEST_MODELS.
 """
 
 import os
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_rl_engines import HFFolderSink
+from lightning_rl_engines import HFFolderSink, ModelConfig
 from lightning_rl_engines.callbacks import UpdateCheckpoint, WeightExport
 from tests.checkpoint.cases import ENGINES
 from tests.modules.cases import adam, experience_loader, recorded, spy_module
+from tests.support.lora import lora
+from tests.support.models import tiny_model_folder
 
 
 def say(*words: Any) -> None:
@@ -55,7 +58,7 @@ class Progress(Callback):
             say("UPDATE", pl_module.updates, repr(row["train/loss"]), repr(row["train/grad_norm"]))
 
 
-def main(folder: str, mode: str, updates: int, engine: str) -> None:
+def main(folder: str, mode: str, updates: int, engine: str, trained: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -71,15 +74,17 @@ def main(folder: str, mode: str, updates: int, engine: str) -> None:
         use_distributed_sampler=False,
         callbacks=[
             Progress(),
-            Exporting(sink=HFFolderSink(path=f"{folder}/export")),
+            Exporting(sink=HFFolderSink(path=f"{folder}/export"), weights="merged" if trained == "lora" else "full"),
             Saving(dirpath=f"{folder}/checkpoints", every_n_updates=1),
         ],
     )
     experience = recorded(range(4 * rank, 4 * rank + 4))
-    trainer.fit(spy_module(optimizer=adam), experience_loader(*[experience] * 1000), ckpt_path="last")
+    adapter = lora(target_modules=["q_proj", "up_proj"]) if trained == "lora" else None
+    module = spy_module(optimizer=adam, policy=ModelConfig(path=str(tiny_model_folder("llama")), lora=adapter))
+    trainer.fit(module, experience_loader(*[experience] * 1000), ckpt_path="last")
     if trainer.is_global_zero:
         say("END", trainer.global_step)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from lightning_rl_engines import ModelConfig
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import assert_same, copies, mine, score_loss
-from tests.strategies.test_offload import bytes_on_device, state_tensors
+from tests.strategies.test_offload import bytes_on_device, require_flat, state_tensors
 from tests.support import run_workers
 from tests.support.engine import EngineModule, with_engine
 from tests.support.live import LiveTensors
@@ -55,7 +55,7 @@ def measure(config: ModelConfig, documents: Documents, precision: str, **strateg
 
 @BOTH
 @pytest.mark.parametrize(("precision", "size"), [("32-true", 4), ("bf16-mixed", 4), ("bf16-true", 2)])
-@pytest.mark.parametrize(("world", "strategy", "shards"), [(2, {}, 2), (2, {"fsdp_size": 1}, 1), (4, {}, 4)])
+@pytest.mark.parametrize(("world", "strategy", "shards"), [(2, {}, 2), (2, {"fsdp_size": 1}, 1)])
 def test_a_rank_holds_its_shards_and_nothing_else(
     adapter: LoraConfig | None, precision: str, size: int, world: int, strategy: dict[str, Any], shards: int
 ) -> None:
@@ -122,7 +122,7 @@ def test_off_loading_an_adapters_model_is_bit_equal_and_frees_the_device(world: 
         assert_same(found, expected)
         assert all(count > 0 for count in (*before["parameters"], *before["state"]))
         assert after["parameters"] == after["state"] == [0] * 5
-        assert len(set(after["storages"][1:])) == 1, after["storages"]
+        require_flat(after["storages"][1:])
 
 
 # ---- streams ----
