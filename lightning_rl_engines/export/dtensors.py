@@ -199,6 +199,7 @@ class _Blocks:
             block = _gather_whole(source.value) if experts is None else self._gather_experts(source.value, experts)
             if self._transform is not None:
                 block = self._transform(source.fqn, experts, block).to(self.export_dtype(source))
+            block = block.to(self._device)  # under cpu_offload buffers are elsewhere than parameters
         if group is not None:
             if block is None and experts is None:
                 block = torch.empty(source.shape, dtype=self._sent_dtype(source), device=self._device)
