@@ -94,7 +94,10 @@ class PipelinePass:
                 work.wait()
         finally:
             for stage in self._ran:
-                _free(self._parts[stage])
+                for unit in _units(self._parts[stage]):
+                    unit.set_reshard_after_backward(True, recurse=False)
+            # The stored parameters may change before the next pass.
+            self._model.come_to_rest()
 
     def _compute(self, action: Action) -> None:
         if action.backward:
@@ -192,11 +195,3 @@ class PipelinePass:
 
 def _units(part: nn.Module) -> list[FSDPModule]:
     return [module for module in part.modules() if isinstance(module, FSDPModule)]
-
-
-def _free(part: nn.Module) -> None:
-    """Free gathered parameters: the stored ones may change before the next pass. Also ends a pass that broke off."""
-    for unit in _units(part):
-        unit.set_reshard_after_backward(True, recurse=False)
-    if isinstance(part, FSDPModule):
-        part.reset_iter_state()
