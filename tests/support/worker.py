@@ -45,13 +45,13 @@ class Failure:
     exception: bytes | None
 
 
-def serve(rank: int, connection: Connection, stacks: str, output: str, port: int, parent: int) -> None:
+def serve(rank: int, connection: Connection, stacks: str, output: str, port: int) -> None:
     """Run tasks until the connection closes."""
     # An interrupt at the terminal reaches the whole process group; the pytest process alone decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(output)
     with open(stacks, "w") as stack_file:
-        threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
         torch.set_num_threads(1)
         if sys.platform == "linux":
             # gloo otherwise resolves the host name, which containers do not always know.
