@@ -59,7 +59,7 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         pipeline_parallel_degree: Ranks that the layers are split over.
         pipeline_parallel_schedule: ``"1F1B"``, ``"GPipe"``, or ``"Interleaved1F1B"`` with two stages per rank.
         fsdp_reshard_after_forward: Whether parameters are freed after the forward pass: ``"always"``, ``"never"``, or
-            ``"default"``, which does so without pipeline parallelism.
+            ``"default"``, which does so without pipeline parallelism, but for the head.
         activation_checkpointing: What ``ModelConfig(gradient_checkpointing=True)`` recomputes: ``"full"`` layers, or,
             ``"selective"``, what is cheap.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory, and step there (FSDP2's policy).
