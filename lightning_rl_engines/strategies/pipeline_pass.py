@@ -96,8 +96,6 @@ class PipelinePass:
             for stage in self._ran:
                 for unit in _units(self._parts[stage]):
                     unit.set_reshard_after_backward(True, recurse=False)
-            # The stored parameters may change before the next pass.
-            self._model.come_to_rest()
 
     def _compute(self, action: Action) -> None:
         if action.backward:

@@ -1,13 +1,19 @@
 """Comparisons and jobs that the engine tests share."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 
 from lightning_rl_engines import Experience
 from tests.support.engine import EngineModule
+from tests.support.lightning_env import ExternalEnvironment
+from tests.support.live import LiveTensors
 
 
 def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], case: Any = "") -> None:
@@ -34,3 +40,57 @@ def backward(
         gradients = dict(engine.get_per_tensor_grad(module.policy))
     assert output.loss is not None
     return output.loss, output.metrics, gradients
+
+
+def asked_of_torch(strategy: Any, lightning_module: ModuleType) -> dict[str, Any]:
+    """What the process group would be made with, on the CPU.
+
+    Args:
+        strategy: A strategy that is not set up.
+        lightning_module: Where Lightning's strategy of this kind looks up how to connect.
+    """
+    strategy.accelerator, strategy.parallel_devices = CPUAccelerator(), [torch.device("cpu")]
+    strategy.cluster_environment = strategy.cluster_environment or ExternalEnvironment()
+    asked: dict[str, Any] = {}
+
+    class Asked(Exception):
+        pass
+
+    def connect(environment: Any, backend: str, **options: Any) -> None:
+        asked.update(options, environment=environment, backend=backend)
+        raise Asked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lightning_module, "_init_dist_connection", connect)
+        with pytest.raises(Asked):
+            strategy.setup_environment()
+    return asked
+
+
+def soak_steps(
+    module: EngineModule, optimizer: Any, experience: Experience, loss: Callable[..., Any], steps: int
+) -> list[tuple[int, int, int]]:
+    """Train on a rank: step, tensors made and kept, and resident bytes, every ten steps after an export."""
+    engine, policy, process = module.engine, module.policy, psutil.Process()
+    mode: Any = "full" if policy.adapter is None else "merged"
+    seen = []
+    with LiveTensors() as live:
+        for step in range(1, steps + 1):
+            engine.train_batch(policy, optimizer, experience, loss, max_grad_norm=1.0)
+            if step % 10 == 0:
+                stream = engine.get_per_tensor_param(policy, mode=mode)
+                assert sum(tensor.numel() for _, tensor in stream) > 0
+                seen.append((step, live.count(), process.memory_info().rss))
+    return seen
+
+
+def require_flat_memory(seen: list[tuple[int, int, int]], steps: int) -> None:
+    """What :func:`soak_steps` saw stays where it was after the first twenty steps."""
+    assert [step for step, _, _ in seen] == list(range(10, steps + 1, 10))
+    settled = [item for item in seen if item[0] >= 20]
+    counts = {alive for _, alive, _ in settled}
+    # A few come and go; a tensor kept by each step would be some dozens, by each export a multiple of the weights.
+    assert max(counts) - min(counts) < 10, sorted(counts)
+    # A leak of one small tensor a step hides in the allocator, and shows in the count; one of a gradient does not.
+    growth = settled[-1][2] - settled[0][2]
+    assert growth < 8 * 2**20, f"{growth / 2**20:.1f} MiB"

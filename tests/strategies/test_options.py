@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_rl_engines import FSDPUlyssesStrategy, ModelConfig
 from lightning_rl_engines.checkpoint.saver import CheckpointSaver
 from lightning_rl_engines.models.huggingface import load_hf_model
+from tests.strategies.checks import asked_of_torch
 from tests.strategies.reference import make_documents
 from tests.strategies.steps import assert_near, assert_same, copies, mine, score_loss, weights_of
 from tests.support import WorkerError, run_workers
@@ -289,33 +290,13 @@ def check_async_checkpoint(tmp_path: Path) -> None:
     assert run_workers(2, save_once, str(tmp_path / "b"), async_checkpoint=True) == [[True]] * 2
 
 
-def asked_of_torch(strategy: FSDPUlyssesStrategy) -> dict[str, Any]:
-    """What the process group would be made with."""
-    strategy.accelerator, strategy.parallel_devices = CPUAccelerator(), [CPU]
-    strategy.cluster_environment = strategy.cluster_environment or ExternalEnvironment()
-    asked: dict[str, Any] = {}
-
-    class Asked(Exception):
-        pass
-
-    def connect(environment: Any, backend: str, **options: Any) -> None:
-        asked.update(options, environment=environment, backend=backend)
-        raise Asked
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lightning_fsdp, "_init_dist_connection", connect)
-        with pytest.raises(Asked):
-            strategy.setup_environment()
-    return asked
-
-
 def check_process_group_backend(tmp_path: Path) -> None:
-    assert asked_of_torch(FSDPUlyssesStrategy())["backend"] == "gloo"
-    assert asked_of_torch(FSDPUlyssesStrategy(process_group_backend="mpi"))["backend"] == "mpi"
+    assert asked_of_torch(FSDPUlyssesStrategy(), lightning_fsdp)["backend"] == "gloo"
+    assert asked_of_torch(FSDPUlyssesStrategy(process_group_backend="mpi"), lightning_fsdp)["backend"] == "mpi"
 
 
 def check_timeout_seconds(tmp_path: Path) -> None:
-    assert asked_of_torch(FSDPUlyssesStrategy(timeout_seconds=7.0))["timeout"] == timedelta(seconds=7)
+    assert asked_of_torch(FSDPUlyssesStrategy(timeout_seconds=7.0), lightning_fsdp)["timeout"] == timedelta(seconds=7)
 
 
 def check_accelerator(tmp_path: Path) -> None:
@@ -333,7 +314,7 @@ def check_parallel_devices(tmp_path: Path) -> None:
 def check_cluster_environment(tmp_path: Path) -> None:
     environment = ExternalEnvironment()
     strategy = FSDPUlyssesStrategy(cluster_environment=environment)
-    assert asked_of_torch(strategy)["environment"] is environment
+    assert asked_of_torch(strategy, lightning_fsdp)["environment"] is environment
 
 
 def check_precision_plugin(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -21,7 +20,7 @@ from lightning_rl_engines import Experience, ModelConfig, PolicyLoss
 from lightning_rl_engines.models.titan.sources import FolderSource
 from tests.checkpoint.test_titan import contents
 from tests.checkpoint.test_titan import train as train_and_save
-from tests.strategies.checks import assert_gradients, assert_number, backward
+from tests.strategies.checks import assert_gradients, assert_number, backward, require_flat_memory, soak_steps
 from tests.strategies.reference import Documents, make_documents, reference_gradients
 from tests.strategies.steps import (
     assert_near,
@@ -36,7 +35,6 @@ from tests.strategies.steps import (
 from tests.strategies.test_titan_lora import step_and_export
 from tests.support import WorkerError, run_workers
 from tests.support.engine import EngineModule, share, with_engine
-from tests.support.live import LiveTensors
 from tests.support.lora import lora
 from tests.support.models import random_documents, reference_log_probs, tiny_model, tiny_model_folder
 
@@ -429,23 +427,10 @@ def test_every_rank_exports_every_expert_once(world: int, strategy: dict[str, An
 
 
 def soak(config: ModelConfig, documents: Documents, steps: int) -> list[tuple[int, int, int]]:
-    """On a rank: step, tensors made and kept, and resident bytes, every ten steps after an export."""
-    mode: Any = "merged" if config.has_adapter else "full"
-
     def body(module: EngineModule) -> list[tuple[int, int, int]]:
-        engine, policy, process = module.engine, module.policy, psutil.Process()
-        experience = documents.experience([1, 8])
-        trained = [item for item in policy.parameters() if item.requires_grad]
+        trained = [item for item in module.policy.parameters() if item.requires_grad]
         optimizer = torch.optim.AdamW(trained, 1e-3, fused=True)
-        seen = []
-        with LiveTensors() as live:
-            for step in range(1, steps + 1):
-                engine.train_batch(policy, optimizer, experience, score_loss, max_grad_norm=1.0)
-                if step % 10 == 0:
-                    stream = engine.get_per_tensor_param(policy, mode=mode)
-                    assert sum(tensor.numel() for _, tensor in stream) > 0
-                    seen.append((step, live.count(), process.memory_info().rss))
-        return seen
+        return soak_steps(module, optimizer, documents.experience([1, 8]), score_loss, steps)
 
     return with_engine(body, config, engine="torchtitan")
 
@@ -457,12 +442,7 @@ def test_memory_is_flat_over_many_recomputed_steps_with_exports(adapter: LoraCon
     documents = make_documents(folder, vocabulary=64)
     config = ModelConfig(path=folder, lora=adapter, gradient_checkpointing=True)
     for seen in run_workers(2, soak, config, documents, steps, timeout=280):
-        assert [step for step, _, _ in seen] == list(range(10, steps + 1, 10))
-        settled = [item for item in seen if item[0] >= 20]
-        counts = {alive for _, alive, _ in settled}
-        assert max(counts) - min(counts) < 10, sorted(counts)
-        growth = settled[-1][2] - settled[0][2]
-        assert growth < 8 * 2**20, f"{growth / 2**20:.1f} MiB"
+        require_flat_memory(seen, steps)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

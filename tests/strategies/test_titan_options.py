@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl_engines import ModelConfig, TorchTitanStrategy
 from lightning_rl_engines.models.titan import build
+from tests.strategies.checks import asked_of_torch
 from tests.strategies.reference import make_documents
 from tests.strategies.steps import assert_near, copies, mine, score_loss
 from tests.strategies.test_offload import bytes_on_device, state_tensors
@@ -260,29 +261,9 @@ def on_cuda() -> dict[str, Any]:
     return {"parallel_devices": [torch.device("cuda", 0)], "cluster_environment": ExternalEnvironment()}
 
 
-def asked_of_torch(strategy: TorchTitanStrategy) -> dict[str, Any]:
-    """What the process group would be made with."""
-    strategy.accelerator, strategy.parallel_devices = CPUAccelerator(), [CPU]
-    strategy.cluster_environment = strategy.cluster_environment or ExternalEnvironment()
-    asked: dict[str, Any] = {}
-
-    class Asked(Exception):
-        pass
-
-    def connect(environment: Any, backend: str, **options: Any) -> None:
-        asked.update(options, environment=environment, backend=backend)
-        raise Asked
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lightning_parallel, "_init_dist_connection", connect)
-        with pytest.raises(Asked):
-            strategy.setup_environment()
-    return asked
-
-
 def check_process_group_backend(tmp_path: Path) -> None:
-    assert asked_of_torch(TorchTitanStrategy())["backend"] == "gloo"
-    assert asked_of_torch(TorchTitanStrategy(process_group_backend="mpi"))["backend"] == "mpi"
+    assert asked_of_torch(TorchTitanStrategy(), lightning_parallel)["backend"] == "gloo"
+    assert asked_of_torch(TorchTitanStrategy(process_group_backend="mpi"), lightning_parallel)["backend"] == "mpi"
     # On a device there is a side for the host, too: off-loaded gradients are measured there.
     assert TorchTitanStrategy(**on_cuda())._get_process_group_backend() == "cpu:gloo,cuda:nccl"
     with pytest.raises(ValueError, match="process_group_backend='nccl' cannot send host tensors"):
@@ -302,7 +283,9 @@ def timeouts(seconds: float) -> set[timedelta]:
 
 
 def check_timeout_seconds(tmp_path: Path) -> None:
-    assert asked_of_torch(TorchTitanStrategy(timeout_seconds=7.0))["timeout"] == timedelta(seconds=7)
+    assert asked_of_torch(TorchTitanStrategy(timeout_seconds=7.0), lightning_parallel)["timeout"] == timedelta(
+        seconds=7
+    )
     assert run_workers(2, timeouts, 700.0) == [{timedelta(seconds=700)}] * 2
 
 
@@ -319,7 +302,10 @@ def check_parallel_devices(tmp_path: Path) -> None:
 
 def check_cluster_environment(tmp_path: Path) -> None:
     environment = ExternalEnvironment()
-    assert asked_of_torch(TorchTitanStrategy(cluster_environment=environment))["environment"] is environment
+    assert (
+        asked_of_torch(TorchTitanStrategy(cluster_environment=environment), lightning_parallel)["environment"]
+        is environment
+    )
 
 
 def check_precision_plugin(tmp_path: Path) -> None:
