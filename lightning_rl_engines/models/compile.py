@@ -48,7 +48,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def compile_layers(layers: Iterable[nn.Module], *, backend: str) -> None:
-    """Compile the forward pass of each layer in place; to be called before the layers are sharded.
+    """Compile the forward pass of each layer in place; to be called before FSDP1 shards them, FSDP2 may have done so.
 
     Graphs are made in the first passes, anew for passes without gradients, and for any number of tokens from the second
     number on. A graph rounds differently than the plain layer, and one without gradients than one with.

@@ -130,6 +130,17 @@ def test_half_precision_and_weights_on_the_host_compile_too(strategy: dict[str, 
         assert_near(rank, expected, 2e-2)
 
 
+def test_experts_are_left_out_of_the_graphs() -> None:
+    folder = str(tiny_model_folder("qwen3_moe"))
+    documents = make_documents(folder, vocabulary=64)
+    layout: dict[str, Any] = {"engine": "torchtitan", "expert_parallel_degree": 2}
+    plain = run_workers(2, step, ModelConfig(path=folder), documents, **layout)
+    options: dict[str, Any] = {"compile": True, "compile_backend": "aot_eager"}
+    found = run_workers(2, step, ModelConfig(path=folder, **options), documents, timeout=240, **layout)
+    for rank, expected in zip(found, plain, strict=True):
+        assert_near(rank, expected)
+
+
 def test_names_stay_and_a_copy_is_a_plain_model() -> None:
     model = plain_model(tiny_model_folder("llama"))
     before = list(model.state_dict())
