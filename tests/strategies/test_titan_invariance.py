@@ -55,6 +55,8 @@ _PASSES = 2
 def _legal(case: dict[str, Any]) -> bool:
     _, options = LAYOUTS[case.get("layout", "one")]
     sparse = case.get("model") == "qwen3_moe"
+    if case.get("model") == "odd_vocab" and LAYOUTS[case.get("layout", "one")][0] == 8:
+        return False  # refused: torch cannot place the parts of 97 rows
     return sparse or _EP not in options or "model" not in case
 
 

@@ -175,6 +175,13 @@ def test_liger_is_refused():
         run_workers(1, build, str(tiny_model_folder("llama")), {}, use_liger=True)
 
 
+def test_a_vocabulary_that_torch_cannot_place_is_refused_on_all_ranks():
+    layout = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
+    with pytest.raises(WorkerError, match="dimension of 97, such as the vocabulary, is cut into uneven") as caught:
+        run_workers(8, build, str(tiny_model_folder("odd_vocab")), layout)
+    assert caught.value.all_ranks_raised(ValueError)
+
+
 def test_a_compiler_is_refused_with_tensor_parallelism():
     with pytest.raises(WorkerError, match=r"compile=True.* tensor_parallel_degree=2.* use compile=False") as caught:
         run_workers(2, build, str(tiny_model_folder("llama")), {"tensor_parallel_degree": 2}, compile=True)

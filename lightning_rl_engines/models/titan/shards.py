@@ -18,12 +18,23 @@ class LocalShard:
 
     Args:
         tensor: A plain tensor, or a DTensor of a mesh that this rank is part of; it is filled in place.
+
+    Raises:
+        ValueError: FSDP2 has cut a part that tensor or expert parallelism cut unevenly otherwise than torch describes
+            it, so that checkpoints would be wrong. The other ranks' parts may be as described.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         self.indices = [_indices(tensor, dim) for dim in range(tensor.ndim)]
+        for size, index, length in zip(self.shape, self.indices, self.local.shape, strict=True):
+            if len(index) != length:
+                raise ValueError(
+                    f"a dimension of {size}, such as the vocabulary, is cut into uneven parts, and by FSDP2 again: "
+                    f"torch places {len(index)} of it on a rank that holds {length}. Use a tensor_parallel_degree that "
+                    f"divides {size}, or another number of ranks."
+                )
 
     def holds(self, piece: HFPiece) -> bool:
         """Whether any element of a piece is on this rank."""
