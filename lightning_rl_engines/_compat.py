@@ -7,6 +7,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+# What Lightning does at exit with the groups that it starts; one process has a group that we start.
+from lightning.fabric.utilities.distributed import _destroy_dist_connection as destroy_group_at_exit
+
 # Lightning's test for notebooks and interactive shells, so that our launcher and its refusal agree.
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 
@@ -37,6 +40,7 @@ __all__ = [
     "checkpoint_folder",
     "compile_in_place",
     "depth_and_options",
+    "destroy_group_at_exit",
     "end_aborted_backward",
     "free_cleared_gradients",
     "given_hyperparameters",

@@ -1,5 +1,6 @@
 """What both strategies do with Lightning: processes, precision, data, off-load."""
 
+import atexit
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,6 +9,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch.distributed.distributed_c10d import set_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_rl_engines._compat import IS_INTERACTIVE
+from lightning_rl_engines._compat import IS_INTERACTIVE, destroy_group_at_exit
 from lightning_rl_engines.models.config import ModelConfig, torch_dtype
 from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.strategies.checkpoints import ShardedCheckpoints
@@ -134,6 +136,26 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
                 )
             return chosen
         return cast(str, cast(Any, super())._get_process_group_backend())
+
+    def _join_alone(self) -> None:
+        """Start the process group of a run of one process; does nothing for others, or where there is a group.
+
+        It needs no port, which another program could have taken, and which Lightning would keep for the next run.
+        """
+        own = cast(Any, self)
+        if own.num_processes * own.num_nodes != 1 or dist.is_initialized():
+            return
+        device = None if self.root_device.type == "cpu" else self.root_device
+        dist.init_process_group(
+            self._get_process_group_backend(),
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=self._timeout,
+            device_id=device,
+        )
+        if device is not None:
+            atexit.register(destroy_group_at_exit)  # NCCL warns about groups that outlive the program
 
     def _set_timeouts(self, meshes: Sequence[DeviceMesh | None]) -> None:
         # Meshes make their groups with torch's default.

@@ -128,6 +128,7 @@ class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  
     @override
     def setup_environment(self) -> None:
         self._check_layout()
+        self._join_alone()
         super().setup_environment()
         self._mesh = init_device_mesh(
             self.root_device.type,

@@ -5,8 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
@@ -57,6 +58,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @override
     def _call_children_scripts(self) -> None:
+        _require_no_group(
+            self.num_processes * self.num_nodes,
+            "call torch.distributed.destroy_process_group() when the models of that run are done with",
+        )
         os.environ[_LAUNCHER_PID] = str(os.getpid())
         try:
             super()._call_children_scripts()
@@ -76,6 +81,8 @@ class ForkLauncher(MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: "Trainer | None" = None, **kwargs: Any) -> Any:
+        # autograd does not survive a fork, once it has run
+        _require_no_group(cast(Any, self._strategy).num_processes, "restart the kernel of the notebook")
         _recover_last(trainer, [*args, *kwargs.values()])
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -106,6 +113,15 @@ def _follow(launcher: int, period_seconds: float) -> None:
         time.sleep(period_seconds)
     os.write(2, b"The process that started this rank is gone; it ends too.\n")
     os._exit(1)
+
+
+def _require_no_group(num_processes: int, remedy: str) -> None:
+    """Processes that start now would wait for this one to join them, and it never would."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"This process is in a process group of {dist.get_world_size()} from an earlier run, so it cannot start a "
+            f"run of {num_processes}; {remedy}."
+        )
 
 
 def _recover_last(trainer: "Trainer | None", arguments: Iterable[Any]) -> None:

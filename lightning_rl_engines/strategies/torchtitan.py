@@ -163,6 +163,7 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         degrees = self.degrees.resolve(self.num_processes * self.num_nodes)
         self._check_options()
         prepare_torchtitan(self.root_device.type)
+        self._join_alone()
         join_process_group(self)
         self.degrees = degrees
         # torchtitan's order of ranks: peers of a row and of a matrix are neighbours.
