@@ -9,7 +9,7 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_rl_engines.strategies.launcher import ScriptLauncher
-from tests.support import run_workers
+from tests.support import WorkerError, run_workers
 from tests.support.shell import run_python
 
 _SCRIPT = """
@@ -72,5 +72,5 @@ def _launch_from_a_group() -> None:
 
 
 def test_a_script_with_a_group_of_its_own_starts_no_ranks() -> None:
-    with pytest.raises(RuntimeError, match=r"cannot start a run of 2; call torch\.distributed\.destroy_process_group"):
+    with pytest.raises(WorkerError, match=r"cannot start a run of 2; call torch\.distributed\.destroy_process_group"):
         run_workers(1, _launch_from_a_group)
