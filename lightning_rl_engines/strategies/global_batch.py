@@ -84,13 +84,27 @@ class GlobalBatch:
         experience: The documents this data rank works on, after the exchange.
         rows: For each micro-batch the documents in it, as indices into ``experience``.
         denominators: Counts over the whole global batch.
+        budget: The most tokens of a row, padding included; ``None`` for no limit.
         journey: How documents changed their data rank; ``None`` when none did.
     """
 
     experience: Experience
     rows: tuple[tuple[int, ...], ...]
     denominators: Denominators
+    budget: int | None = None
     journey: Journey | None = None
+
+    def row_length(self, row: tuple[int, ...], multiple: int, step: int) -> int:
+        """Length of a row with its padding, a multiple of ``multiple``; of ``step`` too, where that is in the budget.
+
+        Args:
+            row: Documents, as indices into ``experience``; none for a dummy of one token.
+            multiple: What the length has to be a multiple of.
+            step: A multiple of ``multiple``.
+        """
+        tokens = sum(self.experience.lengths[index] for index in row) or 1
+        length = -(-tokens // step) * step
+        return length if self.budget is None else min(length, self.budget // multiple * multiple)
 
 
 def describe(
@@ -289,7 +303,8 @@ def plan_batch(
     denominators = _denominators(by_rank)
     if not plan.moves:
         rows = tuple(tuple(index for _, index in row) for row in plan.rows[rank])
-        return GlobalBatch(experience, rows, denominators)
+        return GlobalBatch(experience, rows, denominators, budget)
     destinations = plan.destinations(rank)
     received, origin = exchange_documents(experience, destinations, data_group)
-    return GlobalBatch(received, plan.local_rows(rank), denominators, Journey(origin, destinations, experience.lengths))
+    journey = Journey(origin, destinations, experience.lengths)
+    return GlobalBatch(received, plan.local_rows(rank), denominators, budget, journey)

@@ -102,7 +102,7 @@ class PipelinePasses(MeshRanks):
             cast("TitanTokenModel", model),
             self._titan_options,
             group=mesh.get_group(),
-            pack=lambda row: self._pack(batch.experience, batch.rows[row]),
+            pack=lambda row: self._pack(batch, batch.rows[row]),
             sync=self._gradient_sync,
             settings=forward.keywords,
             finish=finish,

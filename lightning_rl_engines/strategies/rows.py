@@ -38,6 +38,11 @@ class RowPasses(Engine):
         return self.sequence_parallel_size
 
     @property
+    def _row_step(self) -> int:
+        """What the length of a row is rounded up to where the budget allows it; fewer lengths occur then."""
+        return self._row_multiple
+
+    @property
     def _rows_multiple_of(self) -> int:
         """What the number of rows of a data rank is a multiple of."""
         return 1
@@ -64,7 +69,7 @@ class RowPasses(Engine):
         scaling = nullcontext() if self.loss_scale is None else self.loss_scale.applied(model.parameters())
         with scaling:
             for index, row in enumerate(batch.rows):
-                micro_batch = self._pack(batch.experience, row)
+                micro_batch = self._pack(batch, row)
                 with self._gradient_sync(model, last=index == len(batch.rows) - 1):
                     outputs = forward(micro_batch)
                     result = metrics.evaluate(loss_fn, outputs, micro_batch)
@@ -87,7 +92,7 @@ class RowPasses(Engine):
     ) -> dict[str, Tensor]:
         columns: dict[str, Tensor] = {}
         for row in batch.rows:
-            micro_batch = self._pack(batch.experience, row)
+            micro_batch = self._pack(batch, row)
             outputs = forward(micro_batch)
             if loss_fn is not None:
                 metrics.evaluate(loss_fn, outputs, micro_batch)
@@ -146,15 +151,15 @@ class RowPasses(Engine):
             check=getattr(loss_fn, "check_documents", None),
         )
 
-    def _pack(self, experience: Experience, row: tuple[int, ...], *, pad_to: int | None = None) -> MicroBatch:
+    def _pack(self, batch: GlobalBatch, row: tuple[int, ...]) -> MicroBatch:
         return pack_row(
-            experience,
+            batch.experience,
             row,
             sequence_size=self.sequence_parallel_size,
             sequence_rank=self.sequence_parallel_rank,
             group=self.sequence_parallel_group,
             device=self.compute_device,
-            pad_to=pad_to,
+            pad_to=batch.row_length(row, self._row_multiple, self._row_step),
             multiple_of=self._row_multiple,
             order=self._row_order,
         )

@@ -300,6 +300,12 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
 
     @property
     @override
+    def _row_step(self) -> int:
+        # DTensor works out anew, for milliseconds on every operation, what to do with a shape it has not seen.
+        return math.lcm(self._row_multiple, 128) if self.degrees.tensor > 1 else self._row_multiple
+
+    @property
+    @override
     def _row_order(self) -> Callable[..., Tensor] | None:
         if self.degrees.context == 1 or self.context_parallel_load_balancer is None:
             return None

@@ -124,7 +124,9 @@ def require_nothing_half_written(folder: Path) -> None:
             assert all(file.get_tensor(name).isfinite().all() for name in file.keys())  # noqa: SIM118
 
 
-def kill_and_resume(folder: Path, *, kills: int, seed: int, mode: str, engine: str, trained: str) -> None:
+def kill_and_resume(
+    folder: Path, *, kills: int, seed: int, mode: str, engine: str, trained: str, phases: tuple[str, ...] = PHASES
+) -> None:
     chosen = random.Random(seed)
     saved, seen, updates = 0, {}, 12 * (kills + 1)
     for number in range(kills + 1):
@@ -134,7 +136,7 @@ def kill_and_resume(folder: Path, *, kills: int, seed: int, mode: str, engine: s
                 assert run.read_until("END", 1), "".join(run.output)
                 run.process.wait(END_SECONDS)
             else:
-                phase, rank = PHASES[number % 3], chosen.randrange(2)
+                phase, rank = phases[number % len(phases)], chosen.randrange(2)
                 assert run.read_until(phase, chosen.randint(2, 5)), "".join(run.output)
                 time.sleep(chosen.uniform(0.0, 0.06))
                 os.kill(run.ranks[rank], signal.SIGKILL)
@@ -160,9 +162,11 @@ def _model() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("engine", "trained", "kills"), [("fsdp_ulysses", "full", 2), ("torchtitan", "lora", 1)])
-def test_a_run_survives_the_death_of_a_rank(tmp_path: Path, engine: str, trained: str, kills: int) -> None:
-    kill_and_resume(tmp_path, kills=kills, seed=1, mode="sync", engine=engine, trained=trained)
+@pytest.mark.parametrize(
+    ("engine", "trained", "phase"), [("fsdp_ulysses", "full", "SAVING"), ("torchtitan", "lora", "TRAINING")]
+)
+def test_a_run_survives_the_death_of_a_rank(tmp_path: Path, engine: str, trained: str, phase: str) -> None:
+    kill_and_resume(tmp_path, kills=1, seed=1, mode="sync", engine=engine, trained=trained, phases=(phase,))
 
 
 @pytest.mark.exhaustive

@@ -121,7 +121,13 @@ def run_layout(folder: str, documents: Documents, options: dict[str, Any]) -> An
     return with_engine(body, config, engine="torchtitan", **options)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+VARIATIONS = ("gpipe-dp2", "gpipe-dp2-resharded", "interleaved-dp2")
+"""Layouts that differ in one option from others."""
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in VARIATIONS)) for name in LAYOUTS]
+)
 def test_loss_metrics_gradients_and_columns_equal_the_plain_model(layout: str):
     world, name, options = LAYOUTS[layout]
     documents = documents_of(name)

@@ -14,7 +14,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_rl_engines import Experience, ModelConfig, SFTLoss, TorchTitanStrategy
+from lightning_rl_engines.algorithms import LossOutput
 from lightning_rl_engines.models import titan_library
+from tests.strategies.steps import score_loss
 from tests.support import WorkerError, run_workers
 from tests.support.engine import EngineModule, with_engine
 from tests.support.lightning_env import make_trainer
@@ -218,3 +220,39 @@ def test_the_other_engine_works_where_torchtitan_cannot_be_imported():
         [sys.executable, "-c", textwrap.dedent(code)], cwd=REPOSITORY, capture_output=True, text=True, timeout=280
     )
     assert result.returncode == 0, result.stderr
+
+
+# ---- rows ----
+
+
+def row_lengths(folder: str, **strategy: Any) -> set[int]:
+    """On a rank: lengths of the rows of batches that have no length in common."""
+    documents = [torch.arange(length) % 60 for length in (29, 71, 158, 250, 203, 17, 5)]
+    found: set[int] = set()
+
+    def loss(outputs: Any, micro_batch: Any) -> LossOutput:
+        found.add(micro_batch.row.cu_seqlens_host[-1])
+        return score_loss(outputs, micro_batch)
+
+    def body(module: EngineModule) -> None:
+        for budget in (None, 301):
+            for count in range(2, 8):
+                experience = Experience.from_documents(
+                    input_ids=documents[:count],
+                    response_mask=[torch.arange(len(item)) > 3 for item in documents[:count]],
+                    advantages=[torch.ones(len(item)) for item in documents[:count]],
+                )
+                module.engine.forward_backward_batch(
+                    module.policy, experience, loss, forward_only=True, max_tokens_per_micro_batch=budget
+                )
+
+    with_engine(body, ModelConfig(path=folder), engine="torchtitan", **strategy)
+    return found
+
+
+def test_tensor_parallel_ranks_meet_few_lengths_of_rows() -> None:
+    """DTensor plans each operation anew for each shape; the budget is kept all the same."""
+    folder = str(tiny_model_folder("llama"))
+    assert run_workers(2, row_lengths, folder, tensor_parallel_degree=2) == [{128, 256, 300, 384, 512, 768}] * 2
+    (alone,) = run_workers(1, row_lengths, folder)
+    assert {100, 258, 508, 711, 728, 733} <= alone
