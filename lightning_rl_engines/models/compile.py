@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_rl_engines._compat import compile_in_place
 
 # Layers of one class share their graphs, and so do policy, critic and reference: four graphs each, with and without
-# gradients, for one number of tokens and for any.
-_RECOMPILE_LIMIT = 32
+# gradients, for one number of tokens and for any; or two for each of a few numbers.
+_RECOMPILE_LIMIT = 128
 
 
 def check_backend(backend: str, device: torch.device) -> None:
@@ -47,7 +47,7 @@ def check_backend(backend: str, device: torch.device) -> None:
         ) from error
 
 
-def compile_layers(layers: Iterable[nn.Module], *, backend: str) -> None:
+def compile_layers(layers: Iterable[nn.Module], *, backend: str, dynamic: bool = True) -> None:
     """Compile the forward pass of each layer in place; to be called before FSDP1 shards them, FSDP2 may have done so.
 
     Graphs are made in the first passes, anew for passes without gradients, and for any number of tokens from the second
@@ -56,9 +56,12 @@ def compile_layers(layers: Iterable[nn.Module], *, backend: str) -> None:
     Args:
         layers: Modules that are called as a whole.
         backend: A name that :func:`check_backend` has passed.
+        dynamic: Make graphs for any number of tokens; False: for each number its own.
     """
+    # None: the first number of tokens gets a graph of its own, in case that it stays the only one.
+    options: dict[str, Any] = {"backend": backend, "dynamic": None if dynamic else False}
     for layer in layers:
-        compile_in_place(layer, _with_own_weights, backend=backend, recompile_limit=_RECOMPILE_LIMIT)
+        compile_in_place(layer, _with_own_weights, recompile_limit=_RECOMPILE_LIMIT, **options)
 
 
 def _with_own_weights(layer: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,7 +69,8 @@ class ModelConfig:
         use_liger: Compute RMS norms and gated MLPs with Liger's Triton kernels in engines; needs a GPU and the extra
             ``liger``. Rollouts keep the model's own.
         compile: Compile each decoder layer with ``torch.compile``; attention stays outside. Results are those of the
-            plain layer up to rounding.
+            plain layer up to rounding. Under tensor parallelism a graph holds for one length of rows, and rows are
+            padded to quarters of ``max_tokens_per_micro_batch``.
         compile_backend: Backend of ``torch.compile``.
         trust_remote_code: Allow model code from the folder or the hub.
         revision: Hub revision.

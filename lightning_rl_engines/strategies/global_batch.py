@@ -94,17 +94,9 @@ class GlobalBatch:
     budget: int | None = None
     journey: Journey | None = None
 
-    def row_length(self, row: tuple[int, ...], multiple: int, step: int) -> int:
-        """Length of a row with its padding, a multiple of ``multiple``; of ``step`` too, where that is in the budget.
-
-        Args:
-            row: Documents, as indices into ``experience``; none for a dummy of one token.
-            multiple: What the length has to be a multiple of.
-            step: A multiple of ``multiple``.
-        """
-        tokens = sum(self.experience.lengths[index] for index in row) or 1
-        length = -(-tokens // step) * step
-        return length if self.budget is None else min(length, self.budget // multiple * multiple)
+    def row_tokens(self, row: tuple[int, ...]) -> int:
+        """Tokens of a row's documents; one for the dummy of a row without any."""
+        return sum(self.experience.lengths[index] for index in row) or 1
 
 
 def describe(

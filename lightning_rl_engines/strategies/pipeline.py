@@ -32,7 +32,7 @@ class PipelinePasses(MeshRanks):
 
     @property
     def _pipeline_group(self) -> ProcessGroup | None:
-        return self.mesh["pp"].get_group() if self.degrees.pipeline > 1 else None
+        return self.mesh.get_group("pp") if self.degrees.pipeline > 1 else None
 
     @property
     @override
@@ -43,8 +43,8 @@ class PipelinePasses(MeshRanks):
     @override
     def _counts_results(self) -> bool:
         # Tensor-parallel peers find the same losses; only the last stage of a pipeline finds any.
-        last_stage = self.mesh["pp"].get_local_rank() == self.degrees.pipeline - 1
-        return last_stage and self.mesh["tp"].get_local_rank() == 0
+        last_stage = self.mesh.get_local_rank("pp") == self.degrees.pipeline - 1
+        return last_stage and self.mesh.get_local_rank("tp") == 0
 
     @property
     @override
@@ -97,15 +97,16 @@ class PipelinePasses(MeshRanks):
         self, model: nn.Module, forward: Forward, batch: GlobalBatch, finish: Finish, *, forward_only: bool
     ) -> None:
         assert self._titan_options is not None
-        mesh = self.mesh["pp"]
         rows = PipelinePass(
             cast("TitanTokenModel", model),
             self._titan_options,
-            group=mesh.get_group(),
-            pack=lambda row: self._pack(batch, batch.rows[row]),
+            group=self.mesh.get_group("pp"),
+            pack=lambda row: self._pack(model, batch, batch.rows[row]),
             sync=self._gradient_sync,
             settings=forward.keywords,
             finish=finish,
         )
-        order = pipeline_order(self.pipeline_parallel_schedule, mesh.size(), len(batch.rows), forward_only=forward_only)
-        rows.run(order[mesh.get_local_rank()])
+        order = pipeline_order(
+            self.pipeline_parallel_schedule, self.degrees.pipeline, len(batch.rows), forward_only=forward_only
+        )
+        rows.run(order[self.mesh.get_local_rank("pp")])

@@ -37,10 +37,9 @@ class RowPasses(Engine):
         """What the length of every row is a multiple of."""
         return self.sequence_parallel_size
 
-    @property
-    def _row_step(self) -> int:
-        """What the length of a row is rounded up to where the budget allows it; fewer lengths occur then."""
-        return self._row_multiple
+    def _row_length(self, model: nn.Module, tokens: int, budget: int | None) -> int:
+        """Length of a row with its padding, a multiple of ``_row_multiple`` within the budget."""
+        return -(-tokens // self._row_multiple) * self._row_multiple
 
     @property
     def _rows_multiple_of(self) -> int:
@@ -69,7 +68,7 @@ class RowPasses(Engine):
         scaling = nullcontext() if self.loss_scale is None else self.loss_scale.applied(model.parameters())
         with scaling:
             for index, row in enumerate(batch.rows):
-                micro_batch = self._pack(batch, row)
+                micro_batch = self._pack(model, batch, row)
                 with self._gradient_sync(model, last=index == len(batch.rows) - 1):
                     outputs = forward(micro_batch)
                     result = metrics.evaluate(loss_fn, outputs, micro_batch)
@@ -92,7 +91,7 @@ class RowPasses(Engine):
     ) -> dict[str, Tensor]:
         columns: dict[str, Tensor] = {}
         for row in batch.rows:
-            micro_batch = self._pack(batch, row)
+            micro_batch = self._pack(model, batch, row)
             outputs = forward(micro_batch)
             if loss_fn is not None:
                 metrics.evaluate(loss_fn, outputs, micro_batch)
@@ -151,7 +150,7 @@ class RowPasses(Engine):
             check=getattr(loss_fn, "check_documents", None),
         )
 
-    def _pack(self, batch: GlobalBatch, row: tuple[int, ...]) -> MicroBatch:
+    def _pack(self, model: nn.Module, batch: GlobalBatch, row: tuple[int, ...]) -> MicroBatch:
         return pack_row(
             batch.experience,
             row,
@@ -159,7 +158,7 @@ class RowPasses(Engine):
             sequence_rank=self.sequence_parallel_rank,
             group=self.sequence_parallel_group,
             device=self.compute_device,
-            pad_to=batch.row_length(row, self._row_multiple, self._row_step),
+            pad_to=self._row_length(model, batch.row_tokens(row), batch.budget),
             multiple_of=self._row_multiple,
             order=self._row_order,
         )

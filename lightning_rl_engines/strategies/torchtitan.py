@@ -32,6 +32,7 @@ from lightning_rl_engines.strategies.engine import WeightsMode
 from lightning_rl_engines.strategies.offload import local_part
 from lightning_rl_engines.strategies.pipeline import PipelinePasses
 from lightning_rl_engines.strategies.pipeline_order import stages_per_rank
+from lightning_rl_engines.strategies.row_lengths import compiled_length, padded_length
 from lightning_rl_engines.strategies.validation import require_engine_models
 
 if TYPE_CHECKING:
@@ -298,11 +299,12 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         chunks = row_multiple(self.context_parallel_load_balancer, self.degrees.context)
         return (chunks if self.degrees.context > 1 else 1) * self.degrees.tensor
 
-    @property
     @override
-    def _row_step(self) -> int:
-        # DTensor works out anew, for milliseconds on every operation, what to do with a shape it has not seen.
-        return math.lcm(self._row_multiple, 128) if self.degrees.tensor > 1 else self._row_multiple
+    def _row_length(self, model: nn.Module, tokens: int, budget: int | None) -> int:
+        if self.degrees.tensor == 1:
+            return super()._row_length(model, tokens, budget)
+        rounded = compiled_length if cast("TitanTokenModel", model).model_config.compile else padded_length
+        return rounded(tokens, multiple_of=self._row_multiple, budget=budget)
 
     @property
     @override

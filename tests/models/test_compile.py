@@ -141,6 +141,58 @@ def test_experts_are_left_out_of_the_graphs() -> None:
         assert_near(rank, expected)
 
 
+def lengths_and_graphs(config: ModelConfig, documents: Documents, **strategy: Any) -> dict[str, Any]:
+    """On a rank: gradients of rows of two lengths, each for two numbers of documents, and of graphs after each."""
+    torch.compiler.reset()
+
+    def body(module: EngineModule) -> dict[str, Any]:
+        engine: Any = module.engine
+        found: dict[str, Any] = {"graphs": [graphs()], "gradients": {}}
+        for count in (1, 3, 2, 4):
+            module.policy.zero_grad()
+            experience = documents.experience(list(range(count)))
+            engine.forward_backward_batch(module.policy, experience, score_loss, max_tokens_per_micro_batch=121)
+            found["gradients"][count] = copies(engine.get_per_tensor_grad(module.policy))
+            found["graphs"].append(graphs())
+        return found
+
+    return with_engine(body, config, **strategy)
+
+
+TENSOR_PARALLEL = [
+    (2, "llama", {}, {}),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in (
+            (2, "llama_tied", {"activation_checkpointing": "selective"}, {"gradient_checkpointing": True}),
+            (4, "qwen3_moe", {"expert_parallel_degree": 2}, {}),
+            (4, "llama", {"context_parallel_degree": 2}, {"gradient_checkpointing": True}),
+            (4, "qwen3_moe", {"expert_parallel_degree": 2, "context_parallel_degree": 2}, {}),
+            (4, "llama", {"pipeline_parallel_degree": 2}, {}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("world", "model", "strategy", "options"), TENSOR_PARALLEL)
+def test_tensor_parallel_layers_compile_for_a_few_lengths(
+    world: int, model: str, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    folder = str(tiny_model_folder(model))
+    documents = make_documents(folder, vocabulary=64)
+    strategy = {"engine": "torchtitan", "tensor_parallel_degree": 2, **strategy}
+    plain = run_workers(world, lengths_and_graphs, ModelConfig(path=folder), documents, **strategy)
+    config = ModelConfig(path=folder, compile=True, compile_backend="aot_eager", **options)
+    found = run_workers(world, lengths_and_graphs, config, documents, timeout=240, **strategy)
+    for rank, expected in zip(found, plain, strict=True):
+        for count, gradients in expected["gradients"].items():
+            used = {name: item for name, item in gradients.items() if item.any()}  # not every expert by each document
+            assert_near({name: rank["gradients"][count][name] for name in used}, used)
+            assert not any(rank["gradients"][count][name].any() for name in gradients.keys() - used.keys())
+        before, first, second, *others = rank["graphs"]
+        assert before < first < second == others[0] == others[1]
+
+
 def test_names_stay_and_a_copy_is_a_plain_model() -> None:
     model = plain_model(tiny_model_folder("llama"))
     before = list(model.state_dict())

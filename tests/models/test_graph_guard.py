@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl_engines import Experience, ModelConfig
-from lightning_rl_engines.sequence import MicroBatch
+from lightning_rl_engines.sequence import MicroBatch, pack_row
 from tests.strategies.checks import assert_gradients
 from tests.strategies.reference import reference_gradients
 from tests.support import run_workers
@@ -23,9 +23,13 @@ SECOND = "second backward pass through the same forward pass is refused"
 
 
 def _row(module: EngineModule, index: int) -> MicroBatch:
-    document = DOCUMENTS[index]
-    return module.engine._pack(
-        Experience.from_documents(input_ids=[document], response_mask=[[1] * len(document)]), (0,)
+    document, engine = DOCUMENTS[index], module.engine
+    return pack_row(
+        Experience.from_documents(input_ids=[document], response_mask=[[1] * len(document)]),
+        (0,),
+        sequence_size=engine.sequence_parallel_size,
+        sequence_rank=engine.sequence_parallel_rank,
+        group=engine.sequence_parallel_group,
     )
 
 

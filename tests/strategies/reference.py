@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Documents:
         return self.experience([0]).select([])
 
 
+@cache
 def make_documents(folder: Any, *, vocabulary: int, seed: int = 0) -> Documents:
     """Nine documents: a 1-token response, one without any, a long one, responses that end before the document does."""
     generator = torch.Generator().manual_seed(seed)

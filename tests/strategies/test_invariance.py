@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -105,23 +106,34 @@ def check_case(case: dict[str, Any]) -> None:
     compare_with_reference(case, passes, case["layout"][0], "fsdp_ulysses", options)
 
 
+@cache
+def _expected(
+    folder: str, vocabulary: int, aggregation: str
+) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
+    """Loss, metrics and gradients of the plain model."""
+    metrics: dict[str, float] = {}
+
+    def loss(model: Any) -> torch.Tensor:
+        documents = make_documents(folder, vocabulary=vocabulary)
+        total, found = ppo_reference(model, documents, aggregation, entropy_coef=0.05, kl_coef=0.1)
+        metrics.update(found)
+        return total
+
+    total, gradients = reference_gradients(folder, loss)
+    metrics["grad_norm"] = float(torch.cat([item.flatten() for item in gradients.values()]).norm())
+    return total, metrics, gradients
+
+
 def compare_with_reference(
     case: dict[str, Any], passes: Sequence[tuple[str, str]], world: int, engine: str, options: dict[str, Any]
 ) -> None:
     """Run the passes of a case on ``world`` ranks, and compare everything with the plain model."""
     folder = str(case.get("folder") or tiny_model_folder(case["model"]))
-    documents = make_documents(folder, vocabulary=64 if "model" in case and case["model"] != "odd_vocab" else 97)
+    vocabulary = 64 if "model" in case and case["model"] != "odd_vocab" else 97
+    documents = make_documents(folder, vocabulary=vocabulary)
     on_ranks = run_workers(world, run_case, folder, documents, case, passes, engine, options)
     for index, (aggregation, _) in enumerate(passes):
-        expected_metrics: dict[str, float] = {}
-
-        def loss(model: Any, aggregation: str = aggregation, into: dict[str, float] = expected_metrics) -> torch.Tensor:
-            total, metrics = ppo_reference(model, documents, aggregation, entropy_coef=0.05, kl_coef=0.1)
-            into.update(metrics)
-            return total
-
-        expected_loss, expected = reference_gradients(folder, loss)
-        expected_metrics["grad_norm"] = float(torch.cat([item.flatten() for item in expected.values()]).norm())
+        expected_loss, expected_metrics, expected = _expected(folder, vocabulary, aggregation)
         results = [passes_of_rank[index] for passes_of_rank in on_ranks]
         for found_loss, metrics, gradients in results:
             assert found_loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)

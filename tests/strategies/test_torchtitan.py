@@ -184,12 +184,6 @@ def test_a_vocabulary_that_torch_cannot_place_is_refused_on_all_ranks():
     assert caught.value.all_ranks_raised(ValueError)
 
 
-def test_a_compiler_is_refused_with_tensor_parallelism():
-    with pytest.raises(WorkerError, match=r"compile=True.* tensor_parallel_degree=2.* use compile=False") as caught:
-        run_workers(2, build, str(tiny_model_folder("llama")), {"tensor_parallel_degree": 2}, compile=True)
-    assert caught.value.all_ranks_raised(ValueError)
-
-
 @pytest.mark.parametrize("version", ["0.2.9", "0.4.0", "0.30"])
 def test_an_unsupported_torchtitan_is_named_with_the_range(monkeypatch, version):
     monkeypatch.setattr(titan_library, "version", lambda name: version)

@@ -128,7 +128,7 @@ class _Prepared:
 
 
 def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *, trainable: bool) -> _Prepared:
-    _refuse_options(config, options)
+    _refuse_options(config)
     if config.compile:
         check_backend(config.compile_backend, options.device)
     # It never runs, and not every family has another kernel.
@@ -169,12 +169,7 @@ def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *
     return _Prepared(hf, replace(spec, model=model), names, plan, kernel, stages, adapter)
 
 
-def _refuse_options(config: "ModelConfig", options: TitanOptions) -> None:
-    if config.compile and options.dims.tp_enabled:
-        raise ValueError(
-            f"ModelConfig(compile=True) under tensor_parallel_degree={options.dims.tp}: torch's compiler cannot trace "
-            "DTensors of changing lengths; use compile=False, or tensor_parallel_degree=1."
-        )
+def _refuse_options(config: "ModelConfig") -> None:
     if config.use_liger:
         raise ValueError(
             "ModelConfig(use_liger=True) replaces modules of Hugging Face models; use use_liger=False, or "
@@ -243,7 +238,8 @@ def _shard(model: nn.Module, spec: TitanSpec, options: TitanOptions, config: "Mo
     if options.dims.tp_enabled and not options.dims.ep_enabled:
         give_experts_their_input(model)
     if config.compile:
-        _compile(model, config.compile_backend)
+        # The compiler cannot trace DTensors of any length; the strategy lets few lengths occur.
+        _compile(model, config.compile_backend, dynamic=not options.dims.tp_enabled)
     share_rotary(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -258,13 +254,13 @@ def _shard(model: nn.Module, spec: TitanSpec, options: TitanOptions, config: "Mo
     return model
 
 
-def _compile(model: nn.Module, backend: str) -> None:
+def _compile(model: nn.Module, backend: str, *, dynamic: bool) -> None:
     """Compile the layers around what depends on a row's documents or on where its tokens are routed."""
     for module in model.modules():
         if isinstance(module, PackedAttention | RoutedExperts):
             # The wrapped method: exchanges of a layout happen in there, too.
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-    compile_layers(map(without_checkpoint, cast(Any, model).layers.values()), backend=backend)
+    compile_layers(map(without_checkpoint, cast(Any, model).layers.values()), backend=backend, dynamic=dynamic)
 
 
 def _sliding_window(model: Decoder.Config) -> int | None:
