@@ -216,7 +216,7 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
     ci = (REPOSITORY / ".ci" / "run").read_text().splitlines()
     commands = commands_of_readme((REPOSITORY / "README.md").read_text())
     train, run_tests = commands[:2]
-    assert run_tests == 'pip install -e ".[test]" && pytest'
+    assert run_tests == 'pip install -e ".[test]" && pytest -n 2 --dist loadfile'
     assert run_tests in ci
     # The other one takes minutes: what it runs is run in small by the tests of the command line.
     found = re.fullmatch(r'pip install -e "\.\[(\w+)\]" && lightning-rl fit --config (\S+)', train)
