@@ -68,11 +68,15 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         {"engine": "torchtitan", "context_parallel_degree": 2},
         {"compile_backend": "aot_eager", "gradient_checkpointing": True},
     ),
-    (2, {"engine": "torchtitan", "pipeline_parallel_degree": 2}, {"compile_backend": "aot_eager"}),
 ]
 
 
-@pytest.mark.parametrize(("world", "strategy", "options"), CASES)
+IN_STAGES = (2, {"engine": "torchtitan", "pipeline_parallel_degree": 2}, {"compile_backend": "aot_eager"})
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "options"), [*CASES, pytest.param(*IN_STAGES, marks=pytest.mark.exhaustive)]
+)
 def test_gradients_are_those_of_the_plain_model(world: int, strategy: dict[str, Any], options: dict[str, Any]) -> None:
     folder = str(tiny_model_folder("qwen3"))
     documents = make_documents(folder, vocabulary=64)

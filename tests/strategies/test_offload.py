@@ -62,10 +62,10 @@ def require_flat(counts: list[int]) -> None:
     ("world", "layout"),
     [
         (1, {}),
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.exhaustive),
         (2, {"fsdp_size": 1}),
         (4, {"ulysses_sp_size": 2}),
-        (1, {"engine": "torchtitan"}),
+        pytest.param(1, {"engine": "torchtitan"}, marks=pytest.mark.exhaustive),
         (4, {"engine": "torchtitan", "tensor_parallel_degree": 2}),
     ],
 )

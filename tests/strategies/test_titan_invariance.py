@@ -37,7 +37,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Number of ranks and arguments of the strategy. Pipelines have tests of their own."""
 
-SMALL = tuple(name for name, (world, _) in LAYOUTS.items() if world <= 4)
+SMALL = tuple(name for name, (world, _) in LAYOUTS.items() if world <= 2)
+PRODUCTS = tuple(name for name, (world, _) in LAYOUTS.items() if world == 4)
 
 _MODELS = ("llama_tied", "odd_vocab", "qwen3_moe")
 
@@ -101,6 +102,21 @@ def full_product() -> list[tuple[int, dict[str, Any]]]:
 @pytest.mark.parametrize(("first", "case"), pairs(), ids=_id)
 def test_every_pair_of_options_equals_the_plain_model(first: int, case: dict[str, Any]) -> None:
     check_case(case, first, _PASSES)
+
+
+@pytest.mark.parametrize("index", range(len(PRODUCTS)), ids=PRODUCTS)
+def test_products_of_axes_equal_the_plain_model(index: int) -> None:
+    """Every aggregation and way to micro-batch; models and options change with the layout."""
+    layout = PRODUCTS[index]
+    dense = _EP not in LAYOUTS[layout][1]
+    case = {
+        "layout": layout,
+        "model": ("llama_tied", "odd_vocab")[index % 2] if dense else "qwen3_moe",
+        "checkpointing": (False, "full", "selective")[index % 3],
+        "defer": index % 2 == 1,
+        "balance": index % 2 == 0,
+    }
+    check_case(case)
 
 
 @pytest.mark.parametrize(("layout", "model"), [("dp2-cp2-tp2", "llama_tied"), ("dp2-cp2-tp2-ep4", "qwen3_moe")])

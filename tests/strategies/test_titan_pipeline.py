@@ -121,7 +121,7 @@ def run_layout(folder: str, documents: Documents, options: dict[str, Any]) -> An
     return with_engine(body, config, engine="torchtitan", **options)
 
 
-VARIATIONS = ("gpipe-dp2", "gpipe-dp2-resharded", "interleaved-dp2")
+VARIATIONS = ("gpipe-dp2", "gpipe-dp2-resharded", "interleaved-dp2", "interleaved-dp2-deferred", "gpipe")
 """Layouts that differ in one option from others."""
 
 
