@@ -26,6 +26,9 @@ from torch.distributed import ProcessGroup
 
 from lightning_rl_engines.sequence.experience import Experience
 
+# Padding is cut into documents of this length: it costs little attention, and needs no positions that a model may lack.
+_PADDING = 128
+
 RowOrder = Callable[[tuple[int, ...], int], Tensor]
 """``(cu_seqlens, sequence_size) -> int64 [row]`` on the CPU: the row's positions, in the order in which it is split."""
 
@@ -63,7 +66,7 @@ class MicroBatch:
         labels: int64 ``[local]``, the token that each slot describes.
         predicted: int64, the slots that describe a response token, in order.
         document_ids: int64 ``[local]``, index into ``documents`` of the token that each slot describes.
-        documents: Index of each document of the row in the experience; -1 for a dummy and for padding.
+        documents: Index of each document of the row in the experience; -1 for a dummy and for those of padding.
         token_indices: int64 ``[local]`` on the CPU, position of the described token in the experience's flat columns;
             -1 for a dummy and for padding.
         owned_documents: bool ``[num_documents]``, True for the real documents on sequence rank 0. Terms that exist
@@ -196,7 +199,8 @@ def pack_row(
         sequence_rank: Which of them to take.
         group: Ranks that hold the other slices; ``None`` when there are none.
         device: Where the micro-batch goes; default: where the experience is.
-        pad_to: Length of the row; default: the next multiple of ``multiple_of``.
+        pad_to: Length of the row; default: the next multiple of ``multiple_of``. Padding is made of masked documents of
+            at most 128 tokens.
         multiple_of: A multiple of ``sequence_size``; default: ``sequence_size``.
         order: Makes the order in which the row is split; default: the row's own.
 
@@ -281,14 +285,15 @@ def _last_of_each(mask: Tensor, document_ids: Tensor, count: int) -> Tensor:
 def _layout(
     experience: Experience, documents: Sequence[int], sequence_size: int, pad_to: int | None, multiple_of: int | None
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Documents of the row and their lengths, a dummy and padding included as -1."""
+    """Documents of the row and their lengths, a dummy and those of padding included as -1."""
     for index in documents:
         if not 0 <= index < len(experience):
             raise ValueError(f"documents contains {index}, but there are {len(experience)}: use 0 to N - 1")
     lengths = [experience.lengths[index] for index in documents] or [1]
     owners = tuple(documents) or (-1,)
     padding = _row_length(sum(lengths), sequence_size, pad_to, multiple_of) - sum(lengths)
-    return ((*owners, -1), [*lengths, padding]) if padding else (owners, lengths)
+    dummies = [min(_PADDING, padding - start) for start in range(0, padding, _PADDING)]
+    return (*owners, *[-1] * len(dummies)), [*lengths, *dummies]
 
 
 def _row_length(tokens: int, sequence_size: int, pad_to: int | None, multiple_of: int | None) -> int:

@@ -66,6 +66,18 @@ def test_three_documents_by_hand(size):
         assert micro_batch.per_token("number") is micro_batch["number"]
 
 
+def test_long_padding_is_cut_into_documents():
+    """Each model has their positions, and attention costs little."""
+    experience = three_documents()
+    micro_batch = pack_row(experience, [0, 1], pad_to=300)
+    assert micro_batch.row.cu_seqlens_host == (0, 3, 5, 133, 261, 300)
+    assert micro_batch.documents == (0, 1, -1, -1, -1)
+    assert micro_batch.position_ids.max() == 127
+    assert micro_batch.row.max_seqlen == 128
+    assert micro_batch.owned_documents.tolist() == [True, True, False, False, False]
+    assert micro_batch.predicted.tolist() == [0, 1, 3]
+
+
 def test_without_padding_the_last_slot_holds_the_first_token():
     micro_batch = pack_row(three_documents(), [1, 0])
     assert micro_batch.row.cu_seqlens_host == (0, 2, 5)
