@@ -152,14 +152,14 @@ def in_one_piece() -> Callable[[str], Any]:
     [
         ("odd_vocab", titan(2, **{_TP: 2}), titan(1)),
         ("qwen3_moe", titan(2, **{_EP: 2}), titan(4, **{_EP: 4})),
-        ("qwen3_moe", titan(4, **{_EP: 2, _TP: 2}), titan(2)),
+        pytest.param("qwen3_moe", titan(4, **{_EP: 2, _TP: 2}), titan(2), marks=pytest.mark.exhaustive),
         ("qwen2", titan(4), titan(4, **{_CP: 2}, **_OFFLOAD)),
         ("llama", titan(4, **{_HSDP: 2}, **_OFFLOAD), titan(4, **{_TP: 2})),
         ("llama_tied", titan(4, **{_TP: 2}), ulysses(2)),
         ("qwen2", ulysses(4, fsdp_size=2), titan(2, **{_TP: 2})),
         ("llama", titan(2, **{_PP: 2}), titan(2)),
         ("llama_tied with adapter", titan(2, **{_TP: 2}), ulysses(2)),
-        ("llama_tied with adapter", ulysses(1), titan(2)),
+        pytest.param("llama_tied with adapter", ulysses(1), titan(2), marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_resumes_elsewhere(

@@ -119,7 +119,13 @@ def test_products_of_axes_equal_the_plain_model(index: int) -> None:
     check_case(case)
 
 
-@pytest.mark.parametrize(("layout", "model"), [("dp2-cp2-tp2", "llama_tied"), ("dp2-cp2-tp2-ep4", "qwen3_moe")])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("dp2-cp2-tp2", "llama_tied"),
+        pytest.param("dp2-cp2-tp2-ep4", "qwen3_moe", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_three_axes_of_eight_ranks_equal_the_plain_model(layout: str, model: str) -> None:
     case = {"layout": layout, "model": model, "checkpointing": False, "defer": False, "balance": True}
     check_case(case, count=_PASSES)

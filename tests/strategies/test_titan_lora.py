@@ -213,8 +213,13 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
     ("family", "changes", "options"),
     [
         ("deepseek", {}, lora(target_modules=LATENT)),
-        ("deepseek", {"attention_bias": True}, lora(target_modules=["o_proj"], modules_to_save=["shared_experts"])),
-        ("gpt_oss", {}, lora()),
+        pytest.param(
+            "deepseek",
+            {"attention_bias": True},
+            lora(target_modules=["o_proj"], modules_to_save=["shared_experts"]),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param("gpt_oss", {}, lora(), marks=pytest.mark.exhaustive),
         ("gpt_oss", {}, lora(target_modules=["o_proj"], modules_to_save=["router", "norm"])),
     ],
 )
