@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from lightning_rl_engines.cli import main
+from tests.support.shell import RANK_VARIABLES, REPOSITORY
 
-REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = "examples/grpo_quickstart.yaml"
 
 pytestmark = [
@@ -222,7 +222,7 @@ def test_the_working_directory_can_be_imported_from(tmp_path, monkeypatch):
 def test_ctrl_c_on_two_processes_then_last_continues(tmp_path):
     """What a user types, with the short quickstart on two processes, Ulysses over both."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK"):
+    for name in RANK_VARIABLES:
         environment.pop(name, None)
 
     def start(*more: str) -> "subprocess.Popen[str]":

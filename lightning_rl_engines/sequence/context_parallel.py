@@ -13,6 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from lightning_rl_engines.sequence.planner import round_up
+
 BALANCERS: Final[tuple[str | None, ...]] = (None, "headtail", "ptrr")
 """Load balancers by torchtitan's names: none, head and tail, and round-robin by processing time."""
 
@@ -65,7 +67,7 @@ def row_order(balancer: str | None, cu_seqlens: Sequence[int], size: int, *, blo
     if length % multiple:
         raise ValueError(
             f"a row of {length} tokens cannot be dealt out by load balancer {balancer!r} to {size} ranks; pad it to a "
-            f"multiple of {multiple}, for instance {-(-length // multiple) * multiple}"
+            f"multiple of {multiple}, for instance {round_up(length, multiple)}"
         )
     if block_size < 1:
         raise ValueError(f"block_size={block_size} must be positive, for instance {BLOCK_SIZE}")

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_rl_engines.sequence.experience import Experience
+from lightning_rl_engines.sequence.planner import round_up
 
 # Padding is cut into documents of this length: it costs little attention, and needs no positions that a model may lack.
 _PADDING = 128
@@ -303,7 +304,7 @@ def _row_length(tokens: int, sequence_size: int, pad_to: int | None, multiple_of
             f"multiple_of={multiple} must be a multiple of sequence_size={sequence_size}, for instance "
             f"{math.lcm(max(multiple, 1), sequence_size)}"
         )
-    needed = math.ceil(tokens / multiple) * multiple
+    needed = round_up(tokens, multiple)
     if pad_to is None:
         return needed
     if pad_to < needed or pad_to % multiple:

@@ -104,7 +104,7 @@ def plan_rows(
         ValueError: An argument is out of range, or a document or a unit is longer than the budget; the message names
             its rank and index, or the unit.
     """
-    capacity = _capacity(budget, multiple_of)
+    capacity = row_capacity(budget, multiple_of)
     if not lengths:
         raise ValueError("lengths=[] has no data rank: give one list per data rank, for instance [[3, 5]]")
     if rows_multiple_of < 1:
@@ -167,7 +167,7 @@ class _Bin:
 def _check_documents(
     lengths: Sequence[Sequence[int]], budget: int | None, multiple_of: int, linear_cost: float, quadratic_cost: float
 ) -> list[list[_Document]]:
-    capacity = _capacity(budget, multiple_of)
+    capacity = row_capacity(budget, multiple_of)
     documents: list[list[_Document]] = []
     for rank, own in enumerate(lengths):
         documents.append([])
@@ -217,7 +217,7 @@ def _unbundle(plan: Plan, members: dict[tuple[int, int], Row]) -> Plan:
 def _plan_together(documents: list[list[_Document]], capacity: int | None, rows_multiple_of: int) -> Plan:
     ranks = len(documents)
     pool = sorted(document for own in documents for document in own)
-    count = _round_up(len(_best_fit(pool, capacity)), ranks * rows_multiple_of)
+    count = round_up(len(_best_fit(pool, capacity)), ranks * rows_multiple_of)
     bins = _fill(pool, count, capacity)
     _even_out(bins, capacity)
     bins.sort(key=_dearest_first)
@@ -236,7 +236,7 @@ def _plan_together(documents: list[list[_Document]], capacity: int | None, rows_
 
 def _plan_apart(documents: list[list[_Document]], capacity: int | None, rows_multiple_of: int) -> Plan:
     pools = [sorted(own) for own in documents]
-    count = _round_up(max(len(_best_fit(pool, capacity)) for pool in pools), rows_multiple_of)
+    count = round_up(max(len(_best_fit(pool, capacity)) for pool in pools), rows_multiple_of)
     rows = []
     for pool in pools:
         bins = _fill(pool, count, capacity)
@@ -352,11 +352,17 @@ def _dearest_first(current: _Bin) -> tuple[float, tuple[int, ...], Row]:
     return -current.cost, tuple(document.negative_tokens for document in current.documents), current.row()
 
 
-def _round_up(count: int, multiple: int) -> int:
+def round_up(count: int, multiple: int) -> int:
+    """The next multiple; one of it at least."""
     return max(1, -(-count // multiple)) * multiple
 
 
-def _capacity(budget: int | None, multiple_of: int) -> int | None:
+def row_capacity(budget: int | None, multiple_of: int) -> int | None:
+    """The most tokens of a row whose length is a multiple of ``multiple_of``; ``None`` for no limit.
+
+    Raises:
+        ValueError: The budget holds no such row.
+    """
     if multiple_of < 1:
         raise ValueError(f"multiple_of={multiple_of} must be at least 1, for instance 1")
     if budget is None:
@@ -369,7 +375,7 @@ def _capacity(budget: int | None, multiple_of: int) -> int | None:
 def _too_long(
     rank: int, index: int, tokens: int, budget: int | None, multiple_of: int, lengths: Sequence[Sequence[int]]
 ) -> str:
-    longest = _round_up(max(max(own, default=0) for own in lengths), multiple_of)
+    longest = round_up(max(max(own, default=0) for own in lengths), multiple_of)
     padded = f" (rows are padded to a multiple of {multiple_of})" if multiple_of > 1 else ""
     return (
         f"document {index} of data rank {rank} has {tokens} tokens, more than budget={budget} allows in a row{padded}: "
@@ -380,5 +386,5 @@ def _too_long(
 def _unit_too_long(unit: int, tokens: int, budget: int | None, multiple_of: int) -> str:
     return (
         f"the documents of unit {unit} have {tokens} tokens together, more than budget={budget} allows in the row that "
-        f"they share: raise it to at least {_round_up(tokens, multiple_of)}, or shorten them"
+        f"they share: raise it to at least {round_up(tokens, multiple_of)}, or shorten them"
     )

@@ -1,5 +1,7 @@
 """How long rows become by padding, where every further length costs something."""
 
+from lightning_rl_engines.sequence.planner import round_up, row_capacity
+
 _STEP = 128
 _COMPILED_STEPS = 4
 
@@ -17,8 +19,8 @@ def padded_length(tokens: int, *, multiple_of: int, budget: int | None) -> int:
     Returns:
         A multiple of ``multiple_of``, at least ``tokens``.
     """
-    longest = _longest(multiple_of, budget)
-    length = _round_up(_round_up(tokens, _STEP), multiple_of)
+    longest = row_capacity(budget, multiple_of)
+    length = round_up(round_up(tokens, _STEP), multiple_of)
     return length if longest is None else min(length, longest)
 
 
@@ -27,19 +29,11 @@ def compiled_length(tokens: int, *, multiple_of: int, budget: int | None) -> int
 
     For graphs that hold for one length only; arguments are those of :func:`padded_length`.
     """
-    longest = _longest(multiple_of, budget)
+    longest = row_capacity(budget, multiple_of)
     if longest is not None:
-        step = _round_up(-(-longest // _COMPILED_STEPS), multiple_of)
-        return min(_round_up(tokens, step), longest)
+        step = round_up(-(-longest // _COMPILED_STEPS), multiple_of)
+        return min(round_up(tokens, step), longest)
     length = _STEP
     while length < tokens:
         length *= 2
-    return _round_up(length, multiple_of)
-
-
-def _longest(multiple_of: int, budget: int | None) -> int | None:
-    return None if budget is None else budget // multiple_of * multiple_of
-
-
-def _round_up(tokens: int, step: int) -> int:
-    return -(-tokens // step) * step
+    return round_up(length, multiple_of)

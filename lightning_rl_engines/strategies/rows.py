@@ -37,9 +37,9 @@ class RowPasses(Engine):
         """What the length of every row is a multiple of."""
         return self.sequence_parallel_size
 
-    def _row_length(self, model: nn.Module, tokens: int, budget: int | None) -> int:
-        """Length of a row with its padding, a multiple of ``_row_multiple`` within the budget."""
-        return -(-tokens // self._row_multiple) * self._row_multiple
+    def _row_length(self, model: nn.Module, tokens: int, budget: int | None) -> int | None:
+        """Length of a row with its padding, within the budget; ``None`` for the next multiple of ``_row_multiple``."""
+        return None
 
     @property
     def _rows_multiple_of(self) -> int:

@@ -300,9 +300,9 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         return (chunks if self.degrees.context > 1 else 1) * self.degrees.tensor
 
     @override
-    def _row_length(self, model: nn.Module, tokens: int, budget: int | None) -> int:
+    def _row_length(self, model: nn.Module, tokens: int, budget: int | None) -> int | None:
         if self.degrees.tensor == 1:
-            return super()._row_length(model, tokens, budget)
+            return None
         rounded = compiled_length if cast("TitanTokenModel", model).model_config.compile else padded_length
         return rounded(tokens, multiple_of=self._row_multiple, budget=budget)
 

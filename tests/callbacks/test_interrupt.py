@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rl_engines.callbacks.interrupt import GracefulInterrupt, RunInterrupted
 from lightning_rl_engines.callbacks.signals import SignalWatch
+from tests.support.shell import RANK_VARIABLES
 
 # Imports torch and Lightning in two processes on a machine that may be busy.
 START_SECONDS = 120.0
@@ -58,17 +59,18 @@ SCRIPT = """
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    folder, stuck = sys.argv[1], sys.argv[2] == "stuck"
+    folder, resume, stuck = sys.argv[1], sys.argv[2] == "resume", sys.argv[2] == "stuck"
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60)),
-        max_steps=100000, default_root_dir=folder, logger=False,
+        max_steps=100000 if not resume else int(sys.argv[3]), default_root_dir=folder, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
         callbacks=[
             ModelCheckpoint(dirpath=folder + "/checkpoints", save_last=True), GracefulInterrupt(grace_seconds=0.2)
         ],
     )
     data = torch.utils.data.DataLoader(torch.ones(10000, 1), batch_size=1)
-    trainer.fit(Module(stuck), data)
+    trainer.fit(Module(stuck), data, ckpt_path="last" if resume else None)
+    say("END", trainer.global_step)
 """
 
 
@@ -78,7 +80,7 @@ def start(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK"):
+    for name in RANK_VARIABLES:
         environment.pop(name, None)
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", str(script), str(folder), *arguments],
@@ -122,15 +124,30 @@ def finish(process: "subprocess.Popen[str]", seconds: float = 60.0) -> str:
     return output
 
 
-def test_a_signal_to_one_process_stops_both_ranks(tmp_path):
-    """What a terminal sends to both, and a run that goes on from there, is in the tests of the command line."""
+def stop_two_ranks(tmp_path: Path, send) -> int:
+    """Run, send a signal after some steps, and return the step of the checkpoint."""
     with start(tmp_path, "first") as process:
         read_until(process, "STEP 5")
-        os.kill(process.pid, signal.SIGTERM)
+        send(process.pid)
         output = finish(process)
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] >= 6
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    assert saved >= 6
+    return saved
+
+
+def test_a_signal_to_one_process_stops_both_ranks(tmp_path):
+    stop_two_ranks(tmp_path, lambda pid: os.kill(pid, signal.SIGTERM))
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_in_a_terminal_stops_both_ranks_and_the_run_resumes(tmp_path):
+    saved = stop_two_ranks(tmp_path, lambda pid: os.killpg(pid, signal.SIGINT))
+    with start(tmp_path, "resume", str(saved + 2)) as process:
+        assert read_until(process, "STEP").split()[1] == str(saved)
+        assert f"END {saved + 2}" in finish(process)
+    assert process.returncode == 0
 
 
 def test_a_second_signal_kills_processes_that_wait_in_a_collective(tmp_path):

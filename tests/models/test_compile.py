@@ -71,11 +71,23 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-IN_STAGES = (2, {"engine": "torchtitan", "pipeline_parallel_degree": 2}, {"compile_backend": "aot_eager"})
+MORE_CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (1, {}, {"compile_backend": "aot_eager", "gradient_checkpointing": True}),
+    (2, {"fsdp_size": 1}, {"compile_backend": "aot_eager"}),
+    (2, {"engine": "torchtitan"}, {"compile_backend": "aot_eager", "gradient_checkpointing": True}),
+    (
+        1,
+        {"engine": "torchtitan", "activation_checkpointing": "selective"},
+        {"compile_backend": "aot_eager", "gradient_checkpointing": True},
+    ),
+    (2, {"engine": "torchtitan", "context_parallel_degree": 2}, {"compile_backend": "aot_eager"}),
+    (2, {"engine": "torchtitan", "pipeline_parallel_degree": 2}, {"compile_backend": "aot_eager"}),
+]
 
 
 @pytest.mark.parametrize(
-    ("world", "strategy", "options"), [*CASES, pytest.param(*IN_STAGES, marks=pytest.mark.exhaustive)]
+    ("world", "strategy", "options"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_CASES)],
 )
 def test_gradients_are_those_of_the_plain_model(world: int, strategy: dict[str, Any], options: dict[str, Any]) -> None:
     folder = str(tiny_model_folder("qwen3"))
@@ -100,7 +112,8 @@ def test_gradients_are_those_of_the_plain_model(world: int, strategy: dict[str, 
 PAIRS = list(itertools.product([False, True], [False, True], [(), ("*mlp*",), ("*self_attn.q_proj*", "lm_head*")]))
 
 
-def test_checkpointing_compiler_and_frozen_parts_go_together() -> None:
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_checkpointing_compiler_and_frozen_parts_go_together(world: int) -> None:
     folder = str(tiny_model_folder("llama"))
     documents = make_documents(folder, vocabulary=64)
     model = plain_model(folder)
@@ -109,7 +122,7 @@ def test_checkpointing_compiler_and_frozen_parts_go_together() -> None:
     for checkpointing, compiled, freeze in PAIRS:
         options: dict[str, Any] = {"compile": True, "compile_backend": "aot_eager"} if compiled else {}
         config = ModelConfig(path=folder, gradient_checkpointing=checkpointing, freeze=freeze, **options)
-        for found in run_workers(2, step, config, documents, timeout=240):
+        for found in run_workers(world, step, config, documents, timeout=240):
             assert found.keys() < expected.keys() if freeze else found.keys() == expected.keys()
             assert_near(found, {name: expected[name] for name in found})
 
@@ -146,7 +159,7 @@ def test_experts_are_left_out_of_the_graphs() -> None:
 
 
 def lengths_and_graphs(config: ModelConfig, documents: Documents, **strategy: Any) -> dict[str, Any]:
-    """On a rank: gradients of rows of two lengths, each for two numbers of documents, and of graphs after each."""
+    """On a rank: gradients of rows of two lengths, and the number of graphs after each pass."""
     torch.compiler.reset()
 
     def body(module: EngineModule) -> dict[str, Any]:

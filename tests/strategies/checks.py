@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 
@@ -42,14 +43,15 @@ def backward(
     return output.loss, output.metrics, gradients
 
 
-def asked_of_torch(strategy: Any, lightning_module: ModuleType) -> dict[str, Any]:
+def asked_of_torch(strategy: Any, lightning_module: ModuleType, processes: int = 2) -> dict[str, Any]:
     """What the process group would be made with, on the CPU.
 
     Args:
         strategy: A strategy that is not set up.
         lightning_module: Where Lightning's strategy of this kind looks up how to connect.
+        processes: Of the run; one makes its group without Lightning, and asks no environment.
     """
-    strategy.accelerator, strategy.parallel_devices = CPUAccelerator(), [torch.device("cpu")]
+    strategy.accelerator, strategy.parallel_devices = CPUAccelerator(), [torch.device("cpu")] * processes
     strategy.cluster_environment = strategy.cluster_environment or ExternalEnvironment()
     asked: dict[str, Any] = {}
 
@@ -60,8 +62,13 @@ def asked_of_torch(strategy: Any, lightning_module: ModuleType) -> dict[str, Any
         asked.update(options, environment=environment, backend=backend)
         raise Asked
 
+    def start(backend: str, **options: Any) -> None:
+        connect(None, backend, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lightning_module, "_init_dist_connection", connect)
+        patch.setattr(dist, "is_initialized", lambda: False)
+        patch.setattr(dist, "init_process_group", start)
         with pytest.raises(Asked):
             strategy.setup_environment()
     return asked

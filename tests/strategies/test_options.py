@@ -291,12 +291,16 @@ def check_async_checkpoint(tmp_path: Path) -> None:
 
 
 def check_process_group_backend(tmp_path: Path) -> None:
-    assert asked_of_torch(FSDPUlyssesStrategy(), lightning_fsdp)["backend"] == "gloo"
-    assert asked_of_torch(FSDPUlyssesStrategy(process_group_backend="mpi"), lightning_fsdp)["backend"] == "mpi"
+    for processes in (1, 2):
+        assert asked_of_torch(FSDPUlyssesStrategy(), lightning_fsdp, processes)["backend"] == "gloo"
+        strategy = FSDPUlyssesStrategy(process_group_backend="mpi")
+        assert asked_of_torch(strategy, lightning_fsdp, processes)["backend"] == "mpi"
 
 
 def check_timeout_seconds(tmp_path: Path) -> None:
-    assert asked_of_torch(FSDPUlyssesStrategy(timeout_seconds=7.0), lightning_fsdp)["timeout"] == timedelta(seconds=7)
+    for processes in (1, 2):
+        asked = asked_of_torch(FSDPUlyssesStrategy(timeout_seconds=7.0), lightning_fsdp, processes)
+        assert asked["timeout"] == timedelta(seconds=7)
 
 
 def check_accelerator(tmp_path: Path) -> None:

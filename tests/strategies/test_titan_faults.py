@@ -151,9 +151,11 @@ def five_steps(config: ModelConfig, documents: Documents, precision: str, strate
 @pytest.mark.parametrize(
     ("degree", "precision", "bound"),
     [
+        pytest.param(1, "32-true", 1.001, marks=pytest.mark.exhaustive),
         (1, "bf16-mixed", 1.02),
         (2, "32-true", 1.001),
         (2, "bf16-mixed", 1.02),
+        pytest.param(4, "32-true", 1.001, marks=pytest.mark.exhaustive),
         pytest.param(4, "bf16-mixed", 1.02, marks=pytest.mark.exhaustive),
     ],
 )

@@ -262,8 +262,10 @@ def on_cuda() -> dict[str, Any]:
 
 
 def check_process_group_backend(tmp_path: Path) -> None:
-    assert asked_of_torch(TorchTitanStrategy(), lightning_parallel)["backend"] == "gloo"
-    assert asked_of_torch(TorchTitanStrategy(process_group_backend="mpi"), lightning_parallel)["backend"] == "mpi"
+    for processes in (1, 2):
+        assert asked_of_torch(TorchTitanStrategy(), lightning_parallel, processes)["backend"] == "gloo"
+        strategy = TorchTitanStrategy(process_group_backend="mpi")
+        assert asked_of_torch(strategy, lightning_parallel, processes)["backend"] == "mpi"
     # On a device there is a side for the host, too: off-loaded gradients are measured there.
     assert TorchTitanStrategy(**on_cuda())._get_process_group_backend() == "cpu:gloo,cuda:nccl"
     with pytest.raises(ValueError, match="process_group_backend='nccl' cannot send host tensors"):
@@ -283,9 +285,9 @@ def timeouts(seconds: float) -> set[timedelta]:
 
 
 def check_timeout_seconds(tmp_path: Path) -> None:
-    assert asked_of_torch(TorchTitanStrategy(timeout_seconds=7.0), lightning_parallel)["timeout"] == timedelta(
-        seconds=7
-    )
+    for processes in (1, 2):
+        asked = asked_of_torch(TorchTitanStrategy(timeout_seconds=7.0), lightning_parallel, processes)
+        assert asked["timeout"] == timedelta(seconds=7)
     assert run_workers(2, timeouts, 700.0) == [{timedelta(seconds=700)}] * 2
 
 

@@ -64,7 +64,6 @@ def subset(documents: Documents, indices: list[int]) -> Documents:
     return Documents(**{item.name: [getattr(documents, item.name)[i] for i in indices] for item in fields(documents)})
 
 
-@cache
 def documents_of(name: str) -> Documents:
     return make_documents(deep_folder(name), vocabulary=97 if name == "odd_vocab" else 64)
 

@@ -18,9 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CALLS_PER_COLLECTION = 4
-"""A collection of garbage takes as long as a short call."""
-
 
 @dataclass(frozen=True)
 class Task:
@@ -111,7 +108,7 @@ def _new_world(rank: int, task: Task, store: dist.TCPStore) -> None:
     # would break the last collective of a slower one.
     if dist.is_initialized():
         dist.destroy_process_group()
-    _forget_earlier_calls(collect=task.call % CALLS_PER_COLLECTION == 0)
+    _forget_the_last_call()
     os.environ.update(WORLD_SIZE=str(task.world_size), LOCAL_WORLD_SIZE=str(task.world_size))
     dist.init_process_group(
         "gloo",
@@ -123,8 +120,8 @@ def _new_world(rank: int, task: Task, store: dist.TCPStore) -> None:
     torch.manual_seed(0)
 
 
-def _forget_earlier_calls(*, collect: bool) -> None:
-    """Let go of what torch's caches and cycles keep of earlier calls: each of their groups has three busy threads."""
+def _forget_the_last_call() -> None:
+    """Let go of what torch's caches and cycles keep of the last call: each of its groups has three busy threads."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     if "torch.distributed.tensor" in sys.modules:
@@ -136,8 +133,6 @@ def _forget_earlier_calls(*, collect: bool) -> None:
         _gen_transform_infos.cache_clear()
         clear_redistribute_planner_cache()
         _clear_sharding_prop_cache()
-    if not collect:
-        return
     gc.collect()
     if len(gc.get_objects()) > 50_000:
         # Those are modules, which need not be looked at again: the next collections take a tenth of the time.
