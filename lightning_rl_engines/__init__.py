@@ -75,7 +75,13 @@ from lightning_rl_engines.modules import (
 from lightning_rl_engines.optim import WarmupConstant, WarmupCosine, WarmupLinear
 from lightning_rl_engines.rollout import Generation, HFRollout, Prompt, RolloutEngine
 from lightning_rl_engines.sequence import Experience, MicroBatch
-from lightning_rl_engines.strategies import BatchOutput, Engine, FSDPUlyssesStrategy, TorchTitanStrategy
+from lightning_rl_engines.strategies import (
+    BatchOutput,
+    Engine,
+    EnginePrecision,
+    FSDPUlyssesStrategy,
+    TorchTitanStrategy,
+)
 
 __all__ = [
     "ActorCriticModule",
@@ -87,6 +93,7 @@ __all__ = [
     "DPOModule",
     "DrGRPOAdvantage",
     "Engine",
+    "EnginePrecision",
     "Experience",
     "ExperienceDataModule",
     "FSDPUlyssesStrategy",

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,6 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
     Call :meth:`_set_options` at construction.
     """
 
-    precisions: ClassVar[tuple[str, ...]]
-    """Values of the Trainer's ``precision`` that the engine offers."""
-
     offload_param: bool
     offload_optimizer: bool
     _reduce_dtype: torch.dtype
@@ -67,7 +64,7 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
     @override
     def precision_plugin(self) -> EnginePrecision:
         plugin = self._precision_plugin
-        return plugin if isinstance(plugin, EnginePrecision) else self._engine_precision("32-true")
+        return plugin if isinstance(plugin, EnginePrecision) else self._attached(EnginePrecision("32-true"))
 
     @precision_plugin.setter
     @override
@@ -77,11 +74,12 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
                 raise TypeError(
                     f"precision_plugin={precision_plugin!r} does not fit this strategy; set Trainer(precision=...)."
                 )
-            precision_plugin = self._engine_precision(str(precision_plugin.precision))
-        self._precision_plugin = precision_plugin
+            precision_plugin = EnginePrecision(cast(Any, precision_plugin.precision))
+        self._precision_plugin = precision_plugin if precision_plugin is None else self._attached(precision_plugin)
 
-    def _engine_precision(self, precision: str) -> EnginePrecision:
-        return EnginePrecision(precision, self._reduce_dtype, self._clip_parameters, supported=self.precisions)
+    def _attached(self, plugin: EnginePrecision) -> EnginePrecision:
+        plugin.attach(reduce_dtype=self._reduce_dtype, clip=self._clip_parameters)
+        return plugin
 
     @property
     @override

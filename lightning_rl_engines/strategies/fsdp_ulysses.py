@@ -27,7 +27,6 @@ from lightning_rl_engines.sequence.attention import select_kernel
 from lightning_rl_engines.strategies.base import EngineStrategy
 from lightning_rl_engines.strategies.engine import WeightsMode
 from lightning_rl_engines.strategies.loading import load_on_rank_zero
-from lightning_rl_engines.strategies.precision import SUPPORTED_PRECISIONS
 from lightning_rl_engines.strategies.sharding import FSDPLayout, fsdp_layout, shard
 from lightning_rl_engines.strategies.validation import require_divisor, require_engine_models, require_size
 
@@ -63,7 +62,6 @@ class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  
     """
 
     strategy_name = "fsdp_ulysses"
-    precisions = SUPPORTED_PRECISIONS
     # Lightning refuses on CPU every name in its own list, which subclasses would share.
     _registered_strategies: list[str] = []  # noqa: RUF012
 

@@ -64,7 +64,8 @@ class PipelinePasses(MeshRanks):
             scale = self._loss_factor(model) / batch.denominators[result.denominator]
             return connected(result.total, outputs) * scale
 
-        self._run_pipeline(model, forward, batch, loss, forward_only=False)
+        with self._loss_scaled(model):
+            self._run_pipeline(model, forward, batch, loss, forward_only=False)
 
     @override
     def _infer_rows(

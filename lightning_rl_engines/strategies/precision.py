@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.plugins.precision import FSDPPrecision
@@ -14,11 +14,14 @@ from typing_extensions import override
 
 from lightning_rl_engines.strategies.loss_scale import LossScale
 
-SUPPORTED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 
 
 class EnginePrecision(FSDPPrecision):
-    """Precision of an engine.
+    """Precision of an engine; a strategy makes it from ``Trainer(precision=...)``.
+
+    ``Trainer(plugins=EnginePrecision("16-mixed"))`` asks for it by name where Lightning refuses the word: fp16 beside
+    an instance of ``TorchTitanStrategy``, or, by a warning and bf16 instead, on CPU.
 
     Lightning's own plugin wraps steps in autocast, which would downcast the fused head's forward pass and not its
     backward pass, keeps buffers such as rotary frequencies in bf16, and reduces gradients in the compute type.
@@ -26,33 +29,32 @@ class EnginePrecision(FSDPPrecision):
     Args:
         precision: ``"32-true"``: fp32 throughout. ``"bf16-mixed"``: weights, gradients and optimizer state in fp32,
             compute in bf16. ``"16-mixed"``: the same with fp16 and a dynamic loss scale. ``"bf16-true"``: weights,
-            gradients, optimizer state and compute in bf16; gradients are reduced in ``reduce_dtype``.
-        reduce_dtype: Type that gradients are reduced in.
-        clip: Scales the gradients of these parameters to this global norm; the strategy knows how they are sharded.
-        supported: Precisions that the engine offers.
+            gradients, optimizer state and compute in bf16; gradients are reduced in the strategy's ``reduce_dtype``.
 
     Raises:
         MisconfigurationException: Another precision.
     """
 
-    def __init__(
-        self,
-        precision: str,
-        reduce_dtype: torch.dtype = torch.float32,
-        clip: Callable[[Iterable[Tensor], float], Tensor] | None = None,
-        *,
-        supported: tuple[str, ...] = SUPPORTED_PRECISIONS,
-    ) -> None:
-        if precision not in supported:
+    def __init__(self, precision: PrecisionName) -> None:
+        if precision not in get_args(PrecisionName):
             raise MisconfigurationException(
-                f"Trainer(precision={precision!r}) is not supported here; use one of {supported}."
+                f"precision={precision!r} is not supported here; use one of {get_args(PrecisionName)}."
             )
         # torch's ShardedGradScaler knows CUDA only, and asks per rank what the global norm says for all.
-        super().__init__("32-true" if precision == "16-mixed" else precision)  # type: ignore[arg-type]
-        self.precision = precision  # type: ignore[assignment]
+        super().__init__("32-true" if precision == "16-mixed" else precision)
+        self.precision = precision
         self.loss_scale = LossScale() if precision == "16-mixed" else None
-        self._reduce_dtype = reduce_dtype
-        self._clip = clip
+        self._reduce_dtype = torch.float32
+        self._clip: Callable[[Iterable[Tensor], float], Tensor] | None = None
+
+    def attach(self, *, reduce_dtype: torch.dtype, clip: Callable[[Iterable[Tensor], float], Tensor]) -> None:
+        """Take over what the strategy decides; called by the strategy.
+
+        Args:
+            reduce_dtype: Type that gradients are reduced in.
+            clip: Scales the gradients of these parameters to this global norm; the strategy knows their shards.
+        """
+        self._reduce_dtype, self._clip = reduce_dtype, clip
 
     @property
     def storage_dtype(self) -> torch.dtype:

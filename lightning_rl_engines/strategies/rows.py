@@ -65,8 +65,7 @@ class RowPasses(Engine):
     def _train_rows(
         self, model: nn.Module, forward: Forward, batch: GlobalBatch, loss_fn: LossFunction, metrics: MetricAccumulator
     ) -> None:
-        scaling = nullcontext() if self.loss_scale is None else self.loss_scale.applied(model.parameters())
-        with scaling:
+        with self._loss_scaled(model):
             for index, row in enumerate(batch.rows):
                 micro_batch = self._pack(model, batch, row)
                 with self._gradient_sync(model, last=index == len(batch.rows) - 1):
@@ -74,6 +73,10 @@ class RowPasses(Engine):
                     result = metrics.evaluate(loss_fn, outputs, micro_batch)
                     scale = self._loss_factor(model) / batch.denominators[result.denominator]
                     (connected(result.total, outputs) * scale).backward()
+
+    def _loss_scaled(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context of backward passes through a loss that is multiplied by :meth:`_loss_factor`."""
+        return nullcontext() if self.loss_scale is None else self.loss_scale.applied(model.parameters())
 
     def _loss_factor(self, model: nn.Module) -> float:
         """Factor on the sums of a loss, besides its denominator."""

@@ -77,7 +77,7 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
-        precision_plugin: Set by the Trainer from its ``precision``: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
+        precision_plugin: Set by the Trainer from its ``precision``; see :class:`EnginePrecision`.
 
     Raises:
         ValueError: A degree that is not a positive integer, or an unknown option.
@@ -85,7 +85,6 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
     """
 
     strategy_name = "torchtitan"
-    precisions = ("32-true", "bf16-mixed", "bf16-true")
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_rl_engines import FSDPUlyssesStrategy, ModelConfig
+from lightning_rl_engines import EnginePrecision, FSDPUlyssesStrategy, ModelConfig
 from lightning_rl_engines.checkpoint import read_metadata
 from tests.checkpoint.cases import ENGINES, Everything, SaveAfter, run
 from tests.strategies.reference import Documents, make_documents
@@ -235,11 +235,11 @@ def test_twenty_saves_and_loads_keep_values(
     run_workers(world, save_and_load, tied, documents, str(tmp_path / "run.ckpt"), fsdp_size)
 
 
-def run_scaled(folder: str, documents: Documents, path: str, resume: bool) -> tuple[float, int]:
+def run_scaled(folder: str, documents: Documents, path: str, engine: str, resume: bool) -> tuple[float, int]:
     module = Everything(ModelConfig(path=folder), documents)
-    strategy = FSDPUlyssesStrategy()
-    trainer = make_trainer(strategy, precision="16-mixed", max_steps=3 if resume else 2)
-    scale = strategy.precision_plugin.loss_scale
+    plugin = EnginePrecision("16-mixed")
+    trainer = make_trainer(engine, plugins=[ExternalEnvironment(), plugin], max_steps=3 if resume else 2)
+    scale = plugin.loss_scale
     assert scale is not None
     if not resume:
         scale.value = 2.0**9
@@ -249,7 +249,8 @@ def run_scaled(folder: str, documents: Documents, path: str, resume: bool) -> tu
     return scale.value, scale.state_dict()["finite_steps"]
 
 
-def test_the_loss_scale_is_restored(tmp_path: Path, folder: str, documents: Documents) -> None:
+@pytest.mark.parametrize("engine", ["fsdp_ulysses", "torchtitan"])
+def test_the_loss_scale_is_restored(tmp_path: Path, folder: str, documents: Documents, engine: str) -> None:
     path = str(tmp_path / "run.ckpt")
-    assert run_workers(2, run_scaled, folder, documents, path, False) == [(2.0**9, 2)] * 2
-    assert run_workers(1, run_scaled, folder, documents, path, True) == [(2.0**9, 3)]
+    assert run_workers(2, run_scaled, folder, documents, path, engine, False) == [(2.0**9, 2)] * 2
+    assert run_workers(1, run_scaled, folder, documents, path, engine, True) == [(2.0**9, 3)]

@@ -14,6 +14,8 @@ from tests.support import run_workers
 from tests.support.engine import EngineModule, share, with_engine
 from tests.support.models import tiny_model_folder
 
+TP = {"tensor_parallel_degree": 2}
+
 TYPES = {
     #             weights, compute, gradients, optimizer state
     "32-true": (torch.float32, torch.float32, torch.float32, torch.float32),
@@ -31,7 +33,7 @@ def inspect(documents: Documents) -> Callable[[EngineModule], Any]:
         engine: Any = module.engine
         model = module.policy
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        layer = next(item for item in model.modules() if type(item).__name__ == "LlamaMLP")
+        layer: Any = next(item for item in model.modules() if type(item).__name__ in ("LlamaMLP", "FeedForward"))
         layer.register_forward_hook(lambda _, inputs, output: found.update(compute=(inputs[0].dtype, output.dtype)))
 
         def loss(outputs: Any, micro_batch: Any) -> LossOutput:
@@ -58,12 +60,19 @@ def run(folder: str, documents: Documents, precision: str, **strategy: Any) -> A
     return with_engine(inspect(documents), ModelConfig(path=folder), precision=precision, **strategy)
 
 
+LAYOUTS = {
+    "fsdp_ulysses": ((1, {}), (2, {}), (2, {"ulysses_sp_size": 2, "fsdp_size": 1})),
+    "torchtitan": tuple((world, {"engine": "torchtitan", **options}) for world, options in ((1, {}), (2, {}), (2, TP))),
+}
+
+
+@pytest.mark.parametrize("engine", LAYOUTS)
 @pytest.mark.parametrize("precision", TYPES)
-def test_each_precision_means_what_it_says(precision: str) -> None:
+def test_each_precision_means_what_it_says(precision: str, engine: str) -> None:
     folder = str(tiny_model_folder("llama"))
     documents = make_documents(folder, vocabulary=64)
     weights, compute, gradients, state = TYPES[precision]
-    for world, layout in ((1, {}), (2, {}), (2, {"ulysses_sp_size": 2, "fsdp_size": 1})):
+    for world, layout in LAYOUTS[engine]:
         for found, _ in run_workers(world, run, folder, documents, precision, **layout):
             assert found["weights"] == {weights}
             assert found["compute"] == (compute, compute)
@@ -74,18 +83,34 @@ def test_each_precision_means_what_it_says(precision: str) -> None:
             assert found["column"] == torch.float32
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("bf16-mixed", 0.05), ("16-mixed", 0.008), ("bf16-true", 0.05)])
-def test_half_precision_gradients_are_near_those_of_fp32(precision: str, bound: float) -> None:
+HALF = {"bf16-mixed": 0.05, "16-mixed": 0.008, "bf16-true": 0.05}
+"""Bounds on the distance of a gradient from that of fp32, relative to its norm."""
+
+TITAN = {"tp2": TP, "cp2": {"context_parallel_degree": 2}, "pp2": {"pipeline_parallel_degree": 2}}
+"""Layouts of two ranks that hold documents together."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [
+        *((precision, {}) for precision in HALF),
+        *((precision, {"engine": "torchtitan"}) for precision in HALF),
+        *(("16-mixed", {"engine": "torchtitan", **layout}) for layout in TITAN.values()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "fsdp_ulysses",
+)
+def test_half_precision_gradients_are_near_those_of_fp32(precision: str, layout: dict[str, Any]) -> None:
     folder = str(tiny_model_folder("llama"))
     documents = make_documents(folder, vocabulary=64)
     _, exact = run_workers(1, run, folder, documents, "32-true")[0]
-    for _, found in run_workers(2, run, folder, documents, precision):
+    for _, found in run_workers(2, run, folder, documents, precision, **layout):
+        assert found.keys() == exact.keys()
         for name, value in exact.items():
-            assert (found[name].float() - value).norm() / value.norm() < bound, name
+            assert (found[name].float() - value).norm() / value.norm() < HALF[precision], name
 
 
-def overflow(folder: str, documents: Documents) -> Any:
-    """fp16: a first loss that overflows on one rank only, then a finite one."""
+def overflow(folder: str, documents: Documents, options: dict[str, Any]) -> Any:
+    """fp16: a first step in which one layer of rank 0 overflows in its backward pass, then one without."""
 
     def body(module: EngineModule) -> Any:
         engine: Any = module.engine
@@ -93,26 +118,44 @@ def overflow(folder: str, documents: Documents) -> Any:
         mine = share(range(documents.size), engine.data_parallel_rank, engine.data_parallel_size)
         experience = documents.experience(mine)
         before = dict(engine.get_per_tensor_param(module.policy))
-        factor = 1e8 if engine.data_parallel_rank == 0 else 1.0
+        layer: Any = next(item for item in module.policy.modules() if type(item).__name__ in BLOCKS)
+        hooks = [layer.register_forward_hook(explode)] if module.global_rank == 0 else []
 
-        def loss(outputs: Any, micro_batch: Any) -> LossOutput:
-            result = SFTLoss()(outputs, micro_batch)
-            return LossOutput(total=result.total * factor, denominator=result.denominator)
-
-        metrics = [engine.train_batch(module.policy, optimizer, experience, loss).metrics]
+        metrics = [engine.train_batch(module.policy, optimizer, experience, SFTLoss()).metrics]
         unchanged = all(torch.equal(before[name], item) for name, item in engine.get_per_tensor_param(module.policy))
-        factor = 1.0
-        metrics.append(engine.train_batch(module.policy, optimizer, experience, loss).metrics)
+        for hook in hooks:
+            hook.remove()
+        metrics.append(engine.train_batch(module.policy, optimizer, experience, SFTLoss()).metrics)
         changed = any(not torch.equal(before[n], item) for n, item in engine.get_per_tensor_param(module.policy))
         return metrics, unchanged, changed, module.trainer.precision_plugin.state_dict()
 
-    return with_engine(body, ModelConfig(path=folder), precision="16-mixed")
+    return with_engine(body, ModelConfig(path=folder), precision="16-mixed", **options)
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() -> None:
-    folder = str(tiny_model_folder("llama"))
+BLOCKS = ("LlamaMLP", "FeedForward", "MoE")
+
+
+def explode(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient * 65504.0 * 65504.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"engine": "torchtitan"}),
+        *(("llama", {"engine": "torchtitan", **layout}) for layout in TITAN.values()),
+        ("qwen3_moe", {"engine": "torchtitan", "expert_parallel_degree": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "fsdp_ulysses",
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
+    model: str, options: dict[str, Any]
+) -> None:
+    folder = str(tiny_model_folder(model))
     documents = make_documents(folder, vocabulary=64)
-    for (first, second), unchanged, changed, state in run_workers(2, overflow, folder, documents):
+    for (first, second), unchanged, changed, state in run_workers(2, overflow, folder, documents, options):
         assert first["skipped_step"] == 1
         assert first["loss_scale"] == 2.0**16
         assert not math.isfinite(first["grad_norm"])

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_rl_engines import Experience, ModelConfig, SFTLoss, TorchTitanStrategy
+from lightning_rl_engines import EnginePrecision, Experience, ModelConfig, SFTLoss, TorchTitanStrategy
 from lightning_rl_engines.algorithms import LossOutput
 from lightning_rl_engines.models import titan_library
 from tests.strategies.steps import score_loss
@@ -34,6 +34,14 @@ def test_the_trainer_finds_it_by_name():
 def test_precisions_it_has(precision):
     trainer = Trainer(strategy="torchtitan", accelerator="cpu", devices=1, precision=precision, logger=False)
     assert trainer.strategy.precision_plugin.precision == precision
+
+
+@pytest.mark.parametrize("strategy", ["torchtitan", TorchTitanStrategy(), "fsdp_ulysses"])
+def test_fp16_as_a_plugin(strategy):
+    plugin = EnginePrecision("16-mixed")
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, plugins=plugin, logger=False)
+    assert trainer.strategy.precision_plugin is trainer.precision_plugin is plugin
+    assert plugin.loss_scale is not None
 
 
 def test_precisions_it_has_not():

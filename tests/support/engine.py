@@ -8,8 +8,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_rl_engines import Engine, FSDPUlyssesStrategy, ModelConfig, TorchTitanStrategy
-from tests.support.lightning_env import make_trainer
+from lightning_rl_engines import Engine, EnginePrecision, FSDPUlyssesStrategy, ModelConfig, TorchTitanStrategy
+from tests.support.lightning_env import ExternalEnvironment, make_trainer
 
 _ENGINES: dict[str, Any] = {"fsdp_ulysses": FSDPUlyssesStrategy, "torchtitan": TorchTitanStrategy}
 
@@ -61,7 +61,7 @@ def with_engine(
         body: Called with the module; ``module.engine`` is the engine, ``module.policy`` the model.
         configs: Model configurations by attribute name; one alone is called ``policy``.
         lr: Learning rate of SGD.
-        precision: The Trainer's precision.
+        precision: The Trainer's precision; fp16 through a plugin where Lightning knows it for FSDP1 only.
         steps: Number of training steps.
         trainer: Further arguments of the Trainer.
         engine: ``"fsdp_ulysses"`` or ``"torchtitan"``.
@@ -69,9 +69,11 @@ def with_engine(
     """
     named = configs if isinstance(configs, dict) else {"policy": configs}
     module = EngineModule(named, body, lr)
+    named_here = engine == "torchtitan" and precision == "16-mixed"
+    given: Any = {"plugins": [ExternalEnvironment(), EnginePrecision("16-mixed")]} if named_here else {}
     built: Trainer = make_trainer(
         _ENGINES[engine](**strategy),
-        precision=precision,
+        **(given or {"precision": precision}),
         max_steps=-1,
         max_epochs=1,
         limit_train_batches=steps,  # sequence peers share samples, so a data rank has more of them than it needs

@@ -215,10 +215,10 @@ def _freeze(model: nn.Module, names: HFNames, patterns: Iterable[str]) -> None:
 
 
 def _training(options: TitanOptions) -> TrainingConfig:
-    names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     return TrainingConfig(
-        mixed_precision_param=cast(Any, names[options.compute_dtype]),
-        mixed_precision_reduce=cast(Any, names[options.reduce_dtype]),
+        # torchtitan's annotations leave fp16 out, its table of types does not.
+        mixed_precision_param=cast(Any, str(options.compute_dtype).removeprefix("torch.")),
+        mixed_precision_reduce=cast(Any, str(options.reduce_dtype).removeprefix("torch.")),
         enable_cpu_offload=options.cpu_offload,
     )
 
