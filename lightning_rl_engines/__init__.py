@@ -73,7 +73,7 @@ from lightning_rl_engines.modules import (
     SFTModule,
 )
 from lightning_rl_engines.optim import WarmupConstant, WarmupCosine, WarmupLinear
-from lightning_rl_engines.rollout import Generation, HFRollout, Prompt, RolloutEngine
+from lightning_rl_engines.rollout import Generation, HFRollout, Prompt, RolloutEngine, VLLMRollout
 from lightning_rl_engines.sequence import Experience, MicroBatch
 from lightning_rl_engines.strategies import (
     BatchOutput,
@@ -142,6 +142,7 @@ __all__ = [
     "TokenOutputs",
     "TorchTitanStrategy",
     "UpdateCheckpoint",
+    "VLLMRollout",
     "ValueLoss",
     "WarmupConstant",
     "WarmupCosine",

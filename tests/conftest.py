@@ -40,3 +40,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("vllm") and "LIGHTNING_RL_TEST_VLLM" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="needs LIGHTNING_RL_TEST_VLLM, a Python interpreter with vLLM"))

@@ -1,6 +1,6 @@
 """Modules with a rollout engine: keeping its weights fresh, generating, scoring, validation and prediction."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 MAX_LAST_SAMPLES = 32
 """Rows that ``last_samples`` keeps of one validation."""
+
+SUSPICIOUS_GAP = 0.1
+"""Mean absolute difference of sampler's and trainer's log-probabilities, in nats, that rounding does not explain."""
 
 
 class GenerationModule(RLModule):
@@ -57,6 +60,7 @@ class GenerationModule(RLModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rollout_engine: Engine | None = None
         self._rollout_stale = True
+        self._suspected = False
         self._evaluated: dict[Any, tuple[float | None, dict[str, float | None], int]] = {}
 
     @property
@@ -97,6 +101,23 @@ class GenerationModule(RLModule):
         """Give the rollout the weights that training starts from."""
         super().on_train_start()
         self.sync_rollout()
+
+    def watch_rollout(self, metrics: Mapping[str, float]) -> None:
+        """Warn, once, if responses come from other weights or another temperature than the policy's.
+
+        Args:
+            metrics: Of an update; ``rollout_log_prob_gap`` is read.
+        """
+        gap = metrics.get("rollout_log_prob_gap", 0.0)
+        if self.rollout is None or self._suspected or not gap > SUSPICIOUS_GAP:
+            return
+        self._suspected = True
+        rank_zero_warn(
+            f"Log-probabilities of {type(self.rollout).__name__} differ from the trainer's by {gap:.2f} nats per token "
+            f"on average, more than rounding explains (up to {SUSPICIOUS_GAP}): it samples from other weights, at "
+            "another temperature, or from another model. Training goes on, and is biased; RolloutCorrection corrects "
+            "for what cannot be helped."
+        )
 
     def require_rollout(self) -> RolloutEngine:
         """Return the rollout engine.

@@ -66,8 +66,9 @@ class PolicyModule(GenerationModule):
     Metrics, each over the global batch: ``train/reward``, ``train/reward_<name>``, ``train/loss`` and the metrics of
     the loss (means over the optimizer steps of the update), ``train/entropy``, ``train/advantage_mean``,
     ``train/advantage_abs``, ``train/response_length``, ``train/truncated``, ``train/groups_without_signal``,
-    ``train/rollout_log_prob_gap`` (mean absolute difference of trainer and sampler), ``train/rollout_kl`` (k3 of
-    sampler against trainer), ``train/grad_norm``, ``train/lr``, ``train/skipped_steps``, ``train/tokens_per_second``.
+    ``train/rollout_log_prob_gap`` (mean absolute difference of trainer and sampler; a large one is warned about),
+    ``train/rollout_kl`` (k3 of sampler against trainer), ``train/grad_norm``, ``train/lr``, ``train/skipped_steps``,
+    ``train/tokens_per_second``.
 
     Args:
         policy: What to train.
@@ -217,6 +218,7 @@ class PolicyModule(GenerationModule):
         experience = correct(self.engine, self.correction, self.prepare(experience, columns, tally), tally)
         steps = self.update(experience, columns)
         metrics = {**self._means(tally), **steps}
+        self.watch_rollout(metrics)
         metrics["tokens_per_second"] = self.tokens_per_second(experience, collected.started)
         if self.dynamic_sampling:
             metrics["sampling_rounds"] = float(collected.rounds)

@@ -58,6 +58,11 @@ class RolloutStrategy(Protocol):
         ...
 
     @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        ...
+
+    @property
     def data_parallel_rank(self) -> int:
         """Ranks that differ in it have different prompts."""
         ...

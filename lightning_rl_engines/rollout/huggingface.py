@@ -1,9 +1,8 @@
 """Rollouts with a plain Hugging Face model in this process: no server, any device."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +10,9 @@ from typing_extensions import override
 
 from lightning_rl_engines.models.config import DTypeName, torch_dtype
 from lightning_rl_engines.models.huggingface import load_causal_lm
-from lightning_rl_engines.rollout.base import Generation, Prompt, RolloutEngine, RolloutStrategy
+from lightning_rl_engines.rollout.base import Generation, Prompt, RolloutStrategy
 from lightning_rl_engines.rollout.decoding import DecodedSequence, decode_batch
+from lightning_rl_engines.rollout.sampler import SamplingRollout
 from lightning_rl_engines.rollout.sampling import StopRule, derive_seed, sample_tokens
 from lightning_rl_engines.rollout.weights import WeightReceiver
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_rl_engines.models.config import ModelConfig
 
 
-class HFRollout(RolloutEngine):
+class HFRollout(SamplingRollout):
     """Samples with an unsharded copy of the policy on every rank.
 
     Simple, exact and slow: right for small models, tests and laptops. Random numbers come from a generator of its
@@ -60,24 +60,19 @@ class HFRollout(RolloutEngine):
         stop: list[int | str] | None = None,
         seed: int = 0,
     ) -> None:
-        _require(num_generations >= 1, "num_generations", num_generations, "1 or more, such as 8")
-        _require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "1 or more, such as 64")
-        _require(temperature > 0, "temperature", temperature, "a positive number, such as 1.0")
-        _require(0 < top_p <= 1, "top_p", top_p, "a number in (0, 1], such as 1.0")
-        _require(top_k >= 0, "top_k", top_k, "0 for all tokens, or a count such as 50")
-        _require(max_batch_size is None or max_batch_size >= 1, "max_batch_size", max_batch_size, "null, or 1 or more")
-        stops = list(stop or [])
-        _require("" not in stops, "stop", stop, "strings of at least one character")
-        self.num_generations = num_generations
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
-        self.top_p = top_p
-        self.top_k = top_k
+        super().__init__(
+            num_generations=num_generations,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=stop,
+            seed=seed,
+        )
+        limited = max_batch_size is None or max_batch_size >= 1
+        self._require(limited, "max_batch_size", max_batch_size, "null, or 1 or more")
         self.dtype = None if dtype is None else torch_dtype(dtype)
         self.max_batch_size = max_batch_size
-        self.stop = stops
-        self.seed = seed
-        self._calls = 0
         self._ready = False
         self._model: PreTrainedModel | None = None
 
@@ -85,12 +80,7 @@ class HFRollout(RolloutEngine):
     def setup(
         self, strategy: RolloutStrategy, model_config: "ModelConfig", tokenizer: "PreTrainedTokenizerBase | None"
     ) -> None:
-        strings = [stop for stop in self.stop if isinstance(stop, str)]
-        if strings and tokenizer is None:
-            raise ValueError(
-                f"HFRollout(stop={self.stop!r}) holds strings, which need a tokenizer; name one with "
-                "ModelConfig(tokenizer=...), or give token ids."
-            )
+        strings = self._stop_strings(tokenizer)
         dtype = self.dtype or (torch.float32 if model_config.dtype is None else torch_dtype(model_config.dtype))
         self._ready = False
         self._strategy = strategy
@@ -99,9 +89,10 @@ class HFRollout(RolloutEngine):
         model = load_causal_lm(model_config, dtype=dtype, device=strategy.root_device, empty=True)
         self._model = model.eval().requires_grad_(False)
         self._receiver = WeightReceiver(self._model)
-        ids = [stop for stop in self.stop if isinstance(stop, int)]
         self._stop = StopRule(
-            token_ids=[*ids, *_end_tokens(self._model, model_config, tokenizer)], strings=strings, tokenizer=tokenizer
+            token_ids=self._stop_tokens(self._model.config, model_config, tokenizer),
+            strings=strings,
+            tokenizer=tokenizer,
         )
 
     @override
@@ -123,9 +114,9 @@ class HFRollout(RolloutEngine):
                 "HFRollout.generate before update_weights(): the model has no (valid) weights; send them first, as in "
                 "rollout.update_weights(strategy.get_per_tensor_param(model))."
             )
-        count = self.num_generations if num_generations is None else num_generations
-        _require(count >= 1, "num_generations", count, "1 or more")
-        self._check_lengths(prompts)
+        assert self._model is not None
+        count = self._count(num_generations)
+        self._check_prompts(prompts, self._model.config)
         # Greedy responses to one prompt are all alike, so one is generated and repeated.
         samples = 1 if greedy else count
         pairs = [index for index in range(len(prompts)) for _ in range(samples)]
@@ -133,21 +124,13 @@ class HFRollout(RolloutEngine):
         grouped = [flat[start : start + samples] for start in range(0, len(flat), samples)]
         if not greedy:
             self._calls += 1
-        return [[self._finish(item) for item in group * (count // samples)] for group in grouped]
+        return [[self._generation(item) for item in group * (count // samples)] for group in grouped]
 
     @override
     def teardown(self) -> None:
         self._ready = False
         self._model = None
         self._receiver = self._strategy = self._tokenizer = self._stop = None  # type: ignore[assignment]
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self._calls}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._calls = state_dict["calls"]
 
     def _generate_share(self, sequences: list[list[int]], *, greedy: bool) -> list[DecodedSequence]:
         """Generate this rank's share of the sequences and gather those of the ranks with the same prompts."""
@@ -182,58 +165,3 @@ class HFRollout(RolloutEngine):
             for other in self._strategy.all_gather_objects(done, group="peers"):
                 done.update(other)
         return [done[index] for index in range(len(sequences))]
-
-    def _finish(self, item: DecodedSequence) -> Generation:
-        text = ""
-        if self._tokenizer is not None:
-            decoded = self._tokenizer.decode(
-                item.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            text = cast(str, decoded)
-        return Generation(
-            token_ids=list(item.token_ids), log_probs=list(item.log_probs), finish_reason=item.finish_reason, text=text
-        )
-
-    def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
-        assert self._model is not None
-        config = self._model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
-        for prompt in prompts:
-            length = len(prompt.token_ids)
-            if length == 0:
-                raise ValueError(f"prompt {prompt.index} has no tokens; a response needs at least one before it.")
-            bad = [token for token in prompt.token_ids if not 0 <= token < config.vocab_size]
-            if bad:
-                raise ValueError(
-                    f"prompt {prompt.index} holds token id {bad[0]}, outside the model's vocabulary of "
-                    f"{config.vocab_size}; use the tokenizer of this model."
-                )
-            if limit is not None and length + self.max_new_tokens > limit:
-                raise ValueError(
-                    f"prompt {prompt.index} has {length} tokens; with max_new_tokens={self.max_new_tokens} it could "
-                    f"exceed the model's {limit} positions. Set max_new_tokens to at most {limit - length}, or "
-                    f"max_prompt_length={limit - self.max_new_tokens} in the data module."
-                )
-
-
-def _require(condition: bool, name: str, value: object, remedy: str) -> None:
-    if not condition:
-        raise ValueError(f"HFRollout({name}={value!r}) is out of range; use {remedy}.")
-
-
-def _end_tokens(
-    model: "PreTrainedModel", model_config: "ModelConfig", tokenizer: "PreTrainedTokenizerBase | None"
-) -> set[int]:
-    """Return the end tokens that the tokenizer, the configuration and the generation configuration name."""
-    from transformers import GenerationConfig
-
-    named: list[Any] = [model.config.get_text_config().eos_token_id]
-    if tokenizer is not None:
-        named.append(tokenizer.eos_token_id)
-    if model_config.path is not None:
-        # Many checkpoints come without a generation_config.json.
-        with suppress(OSError):
-            config = GenerationConfig.from_pretrained(model_config.path, revision=model_config.revision or "main")
-            named.append(config.eos_token_id)
-    lists = [ids if isinstance(ids, list) else [ids] for ids in named if ids is not None]
-    return {int(token) for ids in lists for token in ids}

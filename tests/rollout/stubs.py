@@ -18,6 +18,7 @@ class StubStrategy:
     """One rank; ``gathered`` stands for what the sequence peers contribute."""
 
     root_device = torch.device("cpu")
+    global_rank = 0
 
     def __init__(self, *, data_rank: int = 0, sequence_rank: int = 0, sequence_size: int = 1) -> None:
         self.data_parallel_rank = data_rank
@@ -26,7 +27,9 @@ class StubStrategy:
         self.gathered: list[Any] = []
         self.sent: list[Any] = []
 
-    def all_gather_objects(self, obj: Any, group: str = "data") -> list[Any]:
+    def all_gather_objects(self, obj: Any, group: str = "world") -> list[Any]:
+        if group == "world":
+            return [obj]
         assert group == "peers"
         self.sent.append(obj)
         return [obj, *self.gathered]

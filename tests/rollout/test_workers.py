@@ -19,7 +19,7 @@ class _PeerStrategy:
     data_parallel_rank = 0
 
     def __init__(self) -> None:
-        self.peer_rank = dist.get_rank()
+        self.global_rank = self.peer_rank = dist.get_rank()
         self.peer_size = dist.get_world_size()
 
     def all_gather_objects(self, obj: Any, group: str = "data") -> list[Any]:

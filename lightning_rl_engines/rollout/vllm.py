@@ -1,0 +1,345 @@
+"""Rollouts by vLLM servers."""
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl_engines.export.folder import HFFolderSink
+from lightning_rl_engines.export.sinks import ExportContext, drain
+from lightning_rl_engines.models.config import DTypeName, torch_dtype
+from lightning_rl_engines.models.huggingface import load_causal_lm
+from lightning_rl_engines.rollout.base import Generation, Prompt, RolloutStrategy
+from lightning_rl_engines.rollout.decoding import DecodedSequence
+from lightning_rl_engines.rollout.sampler import SamplingRollout
+from lightning_rl_engines.rollout.sampling import derive_seed
+from lightning_rl_engines.rollout.vllm_server import COMMAND, ServerFacts, VLLMServer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lightning_rl_engines.models.config import ModelConfig
+
+T = TypeVar("T")
+
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_SHARED_MEMORY = "/dev/shm"
+
+
+class VLLMRollout(SamplingRollout):
+    """Samples with vLLM servers that run beside the training.
+
+    Start each with the policy's own model, in an environment of its own if you like::
+
+        VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs
+
+    New weights are written into ``weights_folder`` by all ranks as a Hugging Face folder, which every server reads
+    while it takes no requests; then it forgets the keys and values of old ones. A server that lost its weights, since
+    it was started again or another run gave it some, is noticed before the next responses, which are refused.
+
+    Prompts are spread over ranks and servers. Each has a seed of its own, from ``seed``, the data rank, the number of
+    calls so far and its place, so a resumed run asks for the same samples. Log-probabilities are those of vLLM's
+    kernels, in its type: ``train/rollout_log_prob_gap`` shows how far they are from the trainer's, and
+    ``RolloutCorrection`` corrects for it. Of a greedy response they are at temperature 1.
+
+    A response ends at an end token (those of the tokenizer, of the model's configuration and of its
+    ``generation_config.json``) or a stop; what ended it is part of the response. Other defaults of that file, such as
+    a repetition penalty, are not used: the trainer could not know of them.
+
+    Args:
+        urls: Addresses of the servers, such as ``["http://127.0.0.1:8000"]``.
+        num_generations: Responses per prompt.
+        max_new_tokens: The most tokens per response.
+        temperature: Divides the logits; must be positive. For the most probable tokens call ``generate(greedy=True)``.
+        top_p: Sample among the fewest most probable tokens that together reach this probability; 1 means all. With 1
+            and ``top_k=0`` a server needs ``--logprobs-mode processed_logprobs``, unless the temperature is 1.
+        top_k: Sample among this many most probable tokens; 0 means all. With ``top_p`` or ``top_k`` a server needs
+            ``--logprobs-mode raw_logprobs`` and a temperature of 1: vLLM's other log-probabilities are of the truncated
+            distribution, which the trainer does not compute.
+        dtype: Type that weights are written in, such as the servers' ``"bfloat16"``; ``None`` keeps the storage type.
+        stop: Further ends of a response: token ids (int) and strings.
+        seed: Seed of the samples.
+        weights_folder: A folder that ranks and servers see; what is written there is removed when the servers have
+            read it. ``None`` takes shared memory (or the temporary folder) where all servers run on this machine.
+        max_concurrent_requests: Requests that each rank sends at once; a prompt's responses are one request.
+        timeout_seconds: How long a request may take.
+
+    Raises:
+        ValueError: An argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        urls: list[str],
+        num_generations: int = 8,
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        dtype: DTypeName | None = None,
+        stop: list[int | str] | None = None,
+        seed: int = 0,
+        weights_folder: str | None = None,
+        max_concurrent_requests: int = 64,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        super().__init__(
+            num_generations=num_generations,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=stop,
+            seed=seed,
+        )
+        self._require(bool(urls), "urls", urls, "the address of each server, such as ['http://127.0.0.1:8000']")
+        for url in urls:
+            parts = urlsplit(url)
+            known = parts.scheme in ("http", "https") and bool(parts.hostname)
+            self._require(known, "urls", urls, "addresses such as 'http://127.0.0.1:8000'")
+        positive = max_concurrent_requests >= 1
+        self._require(positive, "max_concurrent_requests", max_concurrent_requests, "1 or more, such as 64")
+        self._require(timeout_seconds > 0, "timeout_seconds", timeout_seconds, "a positive number, such as 1800")
+        local = all(urlsplit(url).hostname in _LOCAL for url in urls)
+        here = local or weights_folder is not None
+        self._require(here, "weights_folder", weights_folder, f"a folder that this machine and {urls} share")
+        truncated = top_p < 1 or top_k > 0
+        self._require(
+            not (truncated and temperature != 1),
+            "temperature",
+            temperature,
+            "1 with top_p or top_k: vLLM reports log-probabilities before both or after both",
+        )
+        self.urls = [url.rstrip("/") for url in urls]
+        self.dtype = None if dtype is None else torch_dtype(dtype)
+        self.weights_folder = weights_folder
+        self.max_concurrent_requests = max_concurrent_requests
+        self.timeout_seconds = timeout_seconds
+        self._logprobs_modes = _modes(truncated, temperature)
+        self._facts: list[ServerFacts] = []
+        self._versions = 0
+        self._version: str | None = None
+
+    # ---- set-up ----
+
+    @override
+    def setup(
+        self, strategy: RolloutStrategy, model_config: "ModelConfig", tokenizer: "PreTrainedTokenizerBase | None"
+    ) -> None:
+        self.teardown()
+        self._strategy = strategy
+        self._tokenizer = tokenizer
+        strings = self._stop_strings(tokenizer)
+        # Its configuration is that of the policy with all changes; no storage is made.
+        model = load_causal_lm(model_config, dtype=torch.float32, device="meta", empty=True)
+        self._config = model.config
+        self._tied = _tied_names(model)
+        self._stops = {"stop": strings, "stop_token_ids": self._stop_tokens(self._config, model_config, tokenizer)}
+        self._facts = self._on_all_ranks(self._check_servers)
+        name = f"lightning-rl-weights-{uuid.uuid4().hex}"
+        # One name for all ranks and versions of this run; other runs may use the same servers after it.
+        (self._name, *_) = strategy.all_gather_objects(name, group="world")
+        self._folder = os.path.join(self.weights_folder or _fast_folder(), self._name)
+
+    def _check_servers(self) -> list[ServerFacts]:
+        facts = self._on_all_servers(VLLMServer.facts)
+        for url, seen in zip(self.urls, facts, strict=True):
+            if seen.logprobs_mode not in self._logprobs_modes:
+                raise ValueError(
+                    f"the vLLM server at {url} has --logprobs-mode {seen.logprobs_mode}, and VLLMRollout("
+                    f"temperature={self.temperature}, top_p={self.top_p}, top_k={self.top_k}) needs "
+                    f"{' or '.join(self._logprobs_modes)}; start it as in: "
+                    f"{COMMAND.replace('processed_logprobs', self._logprobs_modes[0])}"
+                )
+            if self._tied and seen.device == "cpu" and not seen.head_untied:
+                raise ValueError(
+                    f"the vLLM server at {url} runs on CPU, where a head that is tied to the embeddings keeps "
+                    "its first weights for good; give it one of its own: "
+                    "--load-format dummy --hf-overrides '{\"tie_word_embeddings\": false}'"
+                )
+        return facts
+
+    @override
+    def teardown(self) -> None:
+        self._facts, self._version, self._tokenizer = [], None, None
+
+    # ---- weights ----
+
+    @override
+    def update_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        if not self._facts:
+            raise RuntimeError(
+                "VLLMRollout.update_weights before setup(): call setup(strategy, model_config, tokenizer)."
+            )
+        self._version = None
+        first = self._strategy.global_rank == 0
+        sink = HFFolderSink(path=self._folder)
+        try:
+            drain(self._cast(named_tensors), sink, self._strategy, context=ExportContext(config=self._config))
+            self._versions += 1
+            version = f"{self._name}-{self._versions}"
+            self._on_all_ranks(lambda: self._load(version))
+            self._version = version
+        finally:
+            if first:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _cast(self, named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        untied = any(seen.head_untied for seen in self._facts)
+        for name, tensor in named_tensors:
+            cast_ = tensor if self.dtype is None or not tensor.is_floating_point() else tensor.to(self.dtype)
+            # A server with a head of its own wants the tied tensor under both of its names.
+            for each in self._tied if untied and name in self._tied else (name,):
+                yield each, cast_ if each == name else cast_.clone()
+
+    def _load(self, version: str) -> None:
+        formats = {url: seen.load_format for url, seen in zip(self.urls, self._facts, strict=True)}
+        self._on_all_servers(lambda server: server.load_weights(self._folder, version, load_format=formats[server.url]))
+
+    # ---- responses ----
+
+    @override
+    def generate(
+        self, prompts: Sequence[Prompt], *, greedy: bool = False, num_generations: int | None = None
+    ) -> list[list[Generation]]:
+        if self._version is None:
+            raise RuntimeError(
+                "VLLMRollout.generate before update_weights(): the servers have no weights of this run; send them "
+                "first, as in rollout.update_weights(strategy.get_per_tensor_param(model))."
+            )
+        count = self._count(num_generations)
+        limit = min(seen.max_model_len for seen in self._facts)
+        self._check_prompts(prompts, self._config, limit)
+        # Greedy responses to one prompt are all alike, so one is generated and repeated.
+        samples = 1 if greedy else count
+        mine = range(self._strategy.peer_rank, len(prompts), self._strategy.peer_size)
+        done: dict[int, list[DecodedSequence]] = {}
+        failure: Exception | None = None
+        try:
+            done = self._complete(prompts, mine, samples, greedy=greedy)
+        except Exception as error:  # of any type: peers wait
+            failure = error
+        if self._strategy.peer_size > 1:
+            for other, message in self._strategy.all_gather_objects((done, failure and str(failure)), group="peers"):
+                if message is not None:
+                    raise failure or RuntimeError(message)
+                done = {**done, **other}
+        elif failure is not None:
+            raise failure
+        if not greedy:
+            self._calls += 1
+        return [[self._generation(item) for item in done[index] * (count // samples)] for index in range(len(prompts))]
+
+    def _complete(
+        self, prompts: Sequence[Prompt], mine: Sequence[int], samples: int, *, greedy: bool
+    ) -> dict[int, list[DecodedSequence]]:
+        self._on_all_servers(self._require_version)
+        options = self._request(samples, greedy=greedy)
+        place = self._strategy.data_parallel_rank
+
+        def ask(index: int) -> list[DecodedSequence]:
+            number = (place + index) % len(servers)
+            seed = derive_seed(self.seed, place, self._calls, index)
+            request = {**options, "model": self._facts[number].model, "seed": seed}
+            return [_decoded(choice) for choice in servers[number].complete(prompts[index].token_ids, request)]
+
+        with self._connected() as servers, ThreadPoolExecutor(self.max_concurrent_requests) as pool:
+            return dict(zip(mine, pool.map(ask, mine), strict=True))
+
+    def _require_version(self, server: VLLMServer) -> None:
+        if (found := server.weight_version()) != self._version:
+            raise RuntimeError(
+                f"the vLLM server at {server.url} no longer holds the weights of this run (version {found!r}, not "
+                f"{self._version!r}): it was started again, or another run uses it. Resume from the last checkpoint."
+            )
+
+    def _request(self, samples: int, *, greedy: bool) -> dict[str, Any]:
+        # All of it is said: a server takes what is left out from the model's generation_config.json.
+        return {
+            **self._stops,
+            "n": samples,
+            "max_tokens": self.max_new_tokens,
+            "temperature": 0.0 if greedy else self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": False,  # so that a stop string may be one
+        }
+
+    # ---- several at once ----
+
+    @contextmanager
+    def _connected(self) -> Iterator[list[VLLMServer]]:
+        # Not for longer than a phase: between them a server may end, and nobody says when the last one was.
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(
+                    VLLMServer(url, timeout_seconds=self.timeout_seconds, max_connections=self.max_concurrent_requests)
+                )
+                for url in self.urls
+            ]
+
+    def _on_all_servers(self, action: Callable[[VLLMServer], T]) -> list[T]:
+        with self._connected() as servers, ThreadPoolExecutor(len(servers)) as pool:
+            return list(pool.map(action, servers))
+
+    def _on_all_ranks(self, action: Callable[[], T]) -> T:
+        """Do something on rank 0; its result, or its error, is that of all ranks. Collective over the world."""
+        result: T | None = None
+        failure: Exception | None = None
+        if self._strategy.global_rank == 0:
+            try:
+                result = action()
+            except Exception as error:  # of any type: the other ranks wait
+                failure = error
+        message = None if failure is None else (type(failure) is ValueError, str(failure))
+        ((found, wrong), *_) = self._strategy.all_gather_objects((result, message), group="world")
+        if wrong is not None:
+            raise failure or (ValueError if wrong[0] else RuntimeError)(wrong[1])
+        return cast(T, found)
+
+
+def _modes(truncated: bool, temperature: float) -> tuple[str, ...]:
+    """Modes of a server in which it reports log-probabilities at the temperature, over the whole vocabulary."""
+    if truncated:
+        return ("raw_logprobs",)
+    return ("processed_logprobs", "raw_logprobs") if temperature == 1 else ("processed_logprobs",)
+
+
+def _tied_names(model: "PreTrainedModel") -> tuple[str, ...]:
+    """Names of the tensor that is both embeddings and head; none where they are two."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embeddings is None or head is None or embeddings.weight is not head.weight:
+        return ()
+    shared = embeddings.weight
+    return tuple(name for name, item in model.named_parameters(remove_duplicate=False) if item is shared)
+
+
+def _fast_folder() -> str:
+    return _SHARED_MEMORY if os.path.isdir(_SHARED_MEMORY) else tempfile.gettempdir()
+
+
+def _decoded(choice: dict[str, Any]) -> DecodedSequence:
+    reason = choice["finish_reason"]
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"a vLLM server ended a response for the reason {reason!r}, not 'stop' or 'length'")
+    return DecodedSequence(
+        token_ids=list(choice["token_ids"]),
+        log_probs=[float(value) for value in choice["logprobs"]["token_logprobs"]],
+        finish_reason=reason,
+    )
