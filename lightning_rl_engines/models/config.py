@@ -215,6 +215,11 @@ class ModelConfig:
             if isinstance(getattr(config, name, None), float) and getattr(config, name) > 0:
                 rank_zero_warn(f"{name}={getattr(config, name)} of {self.source} is set to 0: RL needs exact ratios.")
                 setattr(config, name, 0.0)
+        if getattr(config, "output_router_logits", False):
+            rank_zero_warn(
+                f"output_router_logits=True of {self.source} asks for an auxiliary loss of the routers, which is not "
+                "added: the loss that is chosen trains the model alone."
+            )
         if self.head == "value":
             config.num_labels = 1
             config.classifier_dropout = 0.0

@@ -267,7 +267,7 @@ class Engine(ABC):
         metrics = MetricAccumulator(batch.denominators, place=self._loss_place)
         columns: dict[str, Tensor] = {}
         forward = partial(model, calculate_entropy=calculate_entropy, temperature=temperature)
-        with self._loaded(model, grad=not forward_only):
+        with self._loaded(model, grad=not forward_only), batch.explaining_memory():
             if forward_only:
                 columns = self._infer_rows(model, forward, batch, loss_fn, metrics)
             else:

@@ -5,7 +5,8 @@ plan and the same global counts, and every error is raised by all ranks together
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,22 @@ class GlobalBatch:
     def row_tokens(self, row: tuple[int, ...]) -> int:
         """Tokens of a row's documents; one for the dummy of a row without any."""
         return sum(self.experience.lengths[index] for index in row) or 1
+
+    @contextmanager
+    def explaining_memory(self) -> Iterator[None]:
+        """Context of the passes: an out-of-memory error tells how long the rows are and what would shorten them."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            longest = max(map(self.row_tokens, self.rows))
+            document = max((self.experience.lengths[index] for row in self.rows for index in row), default=0)
+            error.add_note(
+                f"The longest of this rank's {len(self.rows)} rows has {longest} tokens (max_tokens_per_micro_batch="
+                f"{self.budget}), its longest document {document}. A smaller max_tokens_per_micro_batch makes shorter "
+                "rows, down to one document each; more ranks to a row, ModelConfig(gradient_checkpointing=True) and "
+                "off-load leave more memory for it."
+            )
+            raise
 
 
 def describe(

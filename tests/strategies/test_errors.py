@@ -205,3 +205,40 @@ def test_a_loss_that_raises_on_one_rank_raises_on_all(strategy: dict[str, Any]) 
     plain = plain_model(folder)
     (norm,) = train_plain(plain, documents, steps=1)
     assert first[2] == second[2] == f"{norm:.4f}"
+
+
+def run_out_of_memory(folder: str, documents: Documents, options: dict[str, Any]) -> list[str]:
+    """On a rank: what an allocation that fails says, in a pass of each kind."""
+
+    def body(module: EngineModule) -> list[str]:
+        engine, notes = module.engine, []
+        layer: Any = next(
+            item for item in module.policy.modules() if type(item).__name__ in ("LlamaMLP", "FeedForward")
+        )
+
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        experience = documents.experience(list(range(documents.size)))
+        for loss in (None, score_loss):
+            hook = layer.register_forward_hook(fail)
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                engine.forward_backward_batch(
+                    module.policy, experience, loss, forward_only=loss is None, max_tokens_per_micro_batch=48
+                )
+            notes += caught.value.__notes__
+            hook.remove()
+        engine.forward_backward_batch(module.policy, experience, score_loss)
+        return notes
+
+    return with_engine(body, ModelConfig(path=folder), **options)
+
+
+@pytest.mark.parametrize("engine", ["fsdp_ulysses", "torchtitan"])
+def test_out_of_memory_names_the_rows_and_the_way_out(engine: str) -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    ((first, second),) = run_workers(1, run_out_of_memory, folder, documents, {"engine": engine})
+    assert first == second
+    assert f"max_tokens_per_micro_batch=48), its longest document {max(map(len, documents.input_ids))}." in first
+    assert "gradient_checkpointing=True" in first

@@ -25,7 +25,7 @@ GRID: dict[str, tuple[Any, ...]] = {
         "seq-mean-token-sum-norm",
         "token-sum-over-constant",
     ),
-    "model": ("llama", "llama_tied", "qwen2", "qwen3", "one_kv", "odd_vocab", "mistral_window"),
+    "model": ("llama", "llama_tied", "qwen2", "qwen3", "one_kv", "odd_vocab", "mistral_window", "qwen3_moe"),
     "fsdp_size": (None, 1, 2),
     "balance": (False, True),
     "checkpointing": (False, True),
