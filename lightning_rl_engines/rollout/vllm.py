@@ -70,6 +70,9 @@ class VLLMRollout(SamplingRollout):
         seed: Seed of the samples.
         weights_folder: A folder that ranks and servers see; what is written there is removed when the servers have
             read it. ``None`` takes shared memory (or the temporary folder) where all servers run on this machine.
+        sleep: Let the servers give the memory of their accelerators back while the model trains: weights wait in host
+            memory, keys and values are dropped. For servers on the trainer's own devices, which were started with
+            ``--enable-sleep-mode``.
         max_concurrent_requests: Requests that each rank sends at once; a prompt's responses are one request.
         timeout_seconds: How long a request may take.
 
@@ -90,6 +93,7 @@ class VLLMRollout(SamplingRollout):
         stop: list[int | str] | None = None,
         seed: int = 0,
         weights_folder: str | None = None,
+        sleep: bool = False,
         max_concurrent_requests: int = 64,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -123,6 +127,7 @@ class VLLMRollout(SamplingRollout):
         self.urls = [url.rstrip("/") for url in urls]
         self.dtype = None if dtype is None else torch_dtype(dtype)
         self.weights_folder = weights_folder
+        self.sleep = sleep
         self.max_concurrent_requests = max_concurrent_requests
         self.timeout_seconds = timeout_seconds
         self._logprobs_modes = _modes(truncated, temperature)
@@ -160,6 +165,11 @@ class VLLMRollout(SamplingRollout):
                     f"temperature={self.temperature}, top_p={self.top_p}, top_k={self.top_k}) needs "
                     f"{' or '.join(self._logprobs_modes)}; start it as in: "
                     f"{COMMAND.replace('processed_logprobs', self._logprobs_modes[0])}"
+                )
+            if self.sleep and not seen.can_sleep:
+                raise ValueError(
+                    f"VLLMRollout(sleep=True) needs servers that can; start the one at {url} with "
+                    "--enable-sleep-mode, or leave sleep=False."
                 )
             if self._tied and seen.device == "cpu" and not seen.head_untied:
                 raise ValueError(
@@ -204,6 +214,8 @@ class VLLMRollout(SamplingRollout):
 
     def _load(self, version: str) -> None:
         formats = {url: seen.load_format for url, seen in zip(self.urls, self._facts, strict=True)}
+        if self.sleep:
+            self._on_all_servers(VLLMServer.wake)
         self._on_all_servers(lambda server: server.load_weights(self._folder, version, load_format=formats[server.url]))
 
     # ---- responses ----
@@ -222,6 +234,28 @@ class VLLMRollout(SamplingRollout):
         self._check_prompts(prompts, self._config, limit)
         # Greedy responses to one prompt are all alike, so one is generated and repeated.
         samples = 1 if greedy else count
+        with self._awake():
+            done = self._complete_with_peers(prompts, samples, greedy=greedy)
+        if not greedy:
+            self._calls += 1
+        return [[self._generation(item) for item in done[index] * (count // samples)] for index in range(len(prompts))]
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Wake servers that sleep, and send them to sleep when all ranks have what they asked for."""
+        if not self.sleep:
+            yield
+            return
+        self._on_all_ranks(lambda: self._on_all_servers(VLLMServer.wake))
+        try:
+            yield
+        finally:
+            self._strategy.all_gather_objects(None, group="world")
+            self._on_all_ranks(lambda: self._on_all_servers(VLLMServer.sleep))
+
+    def _complete_with_peers(
+        self, prompts: Sequence[Prompt], samples: int, *, greedy: bool
+    ) -> dict[int, list[DecodedSequence]]:
         mine = range(self._strategy.peer_rank, len(prompts), self._strategy.peer_size)
         done: dict[int, list[DecodedSequence]] = {}
         failure: Exception | None = None
@@ -236,9 +270,7 @@ class VLLMRollout(SamplingRollout):
                 done = {**done, **other}
         elif failure is not None:
             raise failure
-        if not greedy:
-            self._calls += 1
-        return [[self._generation(item) for item in done[index] * (count // samples)] for index in range(len(prompts))]
+        return done
 
     def _complete(
         self, prompts: Sequence[Prompt], mine: Sequence[int], samples: int, *, greedy: bool

@@ -23,6 +23,7 @@ class ServerFacts:
         logprobs_mode: ``"raw_logprobs"`` or ``"processed_logprobs"``: before or after temperature and truncation.
         load_format: How it read its weights; ``"dummy"`` for none.
         device: ``"cuda"``, ``"cpu"``, ...
+        can_sleep: Whether it can give the memory of its accelerator back.
         head_untied: Whether it was told to keep a head of its own where the model shares it with the embeddings.
     """
 
@@ -31,6 +32,7 @@ class ServerFacts:
     logprobs_mode: str
     load_format: str
     device: str
+    can_sleep: bool
     head_untied: bool
 
 
@@ -84,6 +86,7 @@ class VLLMServer:
             logprobs_mode=config["model_config"]["logprobs_mode"],
             load_format=str(config["load_config"]["load_format"]),
             device=str(config["device_config"]["device"]),
+            can_sleep=bool(config["model_config"].get("enable_sleep_mode", False)),
             head_untied=untied or overrides.get("tie_word_embeddings") is False,
         )
 
@@ -122,6 +125,15 @@ class VLLMServer:
             self._call("POST", "/update_weight_version", json={"new_version": version})
         finally:
             self._call("POST", "/resume")
+
+    def sleep(self) -> None:
+        """Move the weights to host memory and drop keys and values; nothing happens to a server that sleeps."""
+        self._call("POST", "/sleep", params={"level": 1, "mode": "wait"})
+
+    def wake(self) -> None:
+        """Bring the weights back; nothing happens to a server that is awake."""
+        if self._call("GET", "/is_sleeping")["is_sleeping"]:
+            self._call("POST", "/wake_up")
 
     def _rpc(self, method: str, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None) -> None:
         self._call("POST", "/collective_rpc", json={"method": method, "args": args or [], "kwargs": kwargs or {}})

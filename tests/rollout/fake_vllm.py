@@ -53,7 +53,7 @@ class FakeVLLM(ThreadingHTTPServer):
         self.names: set[str] = set()
         self.lock = threading.Lock()
         self.model: Any = None
-        self.version, self.paused, self.stale = FORGOTTEN, False, True
+        self.version, self.paused, self.stale, self.asleep = FORGOTTEN, False, True, False
 
     @property
     def url(self) -> str:
@@ -76,6 +76,15 @@ class FakeVLLM(ThreadingHTTPServer):
         if path == "/update_weight_version":
             self.version = body["new_version"]
             return {}
+        if path == "/sleep":
+            assert query == {"level": "1", "mode": "wait"}
+            self.asleep = True
+            return {}
+        if path == "/wake_up":
+            self.asleep = False
+            return {}
+        if path == "/is_sleeping":
+            return {"is_sleeping": self.asleep}
         if path == "/pause":
             assert query == {"mode": "wait"}
             self.paused = True
@@ -95,6 +104,7 @@ class FakeVLLM(ThreadingHTTPServer):
         else:
             assert body["method"] == "reload_weights"
             assert self.paused, "weights change under running requests"
+            assert not self.asleep
             assert self.facts["load_config"]["load_format"] != "dummy"
             folder = body["kwargs"]["weights_path"]
             with safe_open(f"{folder}/model.safetensors", "pt") as file:
@@ -107,6 +117,7 @@ class FakeVLLM(ThreadingHTTPServer):
 
     def complete(self, body: dict[str, Any]) -> Any:
         assert not self.paused and not self.stale, "a response from old keys and values"
+        assert not self.asleep
         assert body["model"] == "served"
         greedy = body["temperature"] == 0
         choices = []

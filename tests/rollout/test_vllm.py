@@ -198,6 +198,24 @@ def test_a_failed_update_is_raised_and_leaves_the_server_running_and_the_rollout
         rollout.generate(some_prompts())
 
 
+def test_a_server_sleeps_between_responses_and_the_next_weights(server: FakeVLLM) -> None:
+    with pytest.raises(ValueError, match=r"sleep=True.*--enable-sleep-mode"):
+        ready(server, sleep=True)
+    server.facts["model_config"]["enable_sleep_mode"] = True
+    rollout = ready(server, sleep=True)
+    for expected in ("awake", "asleep"):
+        server.calls.clear()
+        rollout.generate(some_prompts(), greedy=True)
+        assert server.asleep
+        assert ("POST /wake_up" in server.calls) == (expected == "asleep")
+    rollout.update_weights(iter(named("llama")))
+    assert not server.asleep
+    server.broken = {"/v1/completions"}
+    with pytest.raises(RuntimeError, match="completions with 500"):
+        rollout.generate(some_prompts())
+    assert server.asleep
+
+
 # ---- what is refused ----
 
 
@@ -312,6 +330,18 @@ def test_the_sampler_has_the_trainers_weights_after_each_update(name: str, serve
             assert row["train/grad_norm"] > 0
         assert not any("nats" in message for message in messages)
     assert glob.glob(SHARED) == []
+
+
+def test_a_run_whose_server_sleeps_while_it_trains(server: FakeVLLM) -> None:
+    server.facts["model_config"]["enable_sleep_mode"] = True
+    config = ModelConfig(path=str(tiny_model_folder("llama")))
+    for rows, _ in run_workers(2, train, "fsdp", server.url, config, sleep=True):
+        assert all(row["train/rollout_log_prob_gap"] < 1e-5 for row in rows)
+    assert server.calls.count("POST /sleep") >= 2
+    server.broken = {"/v1/completions"}
+    with pytest.raises(WorkerError, match="/v1/completions with 500"):
+        run_workers(2, train, "fsdp", server.url, config, sleep=True)
+    assert server.asleep
 
 
 def test_a_sampler_with_other_weights_is_warned_about(server: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:

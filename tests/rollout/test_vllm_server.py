@@ -56,7 +56,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [os.environ["LIGHTNING_RL_TEST_VLLM"], "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+    ]
     command += ["--logprobs-mode", "processed_logprobs", "--max-num-seqs", "32", "--load-format", "dummy"]
     command += ["--hf-overrides", '{"tie_word_embeddings": false}']
     log = Path(folder) / "server.log"
