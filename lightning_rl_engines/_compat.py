@@ -24,6 +24,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ __all__ = [
     "compile_in_place",
     "depth_and_options",
     "destroy_group_at_exit",
-    "end_aborted_backward",
+    "end_aborted_passes",
     "free_cleared_gradients",
     "given_hyperparameters",
     "join_process_group",
@@ -92,18 +93,27 @@ def reshard_root(model: Any) -> None:
         handle.reshard(free_unsharded_flat_param=True)
 
 
-def end_aborted_backward(model: Any) -> None:
-    """Bring an FSDP1 root back to rest after an exception inside its backward pass, and drop that pass's gradients.
+def end_aborted_passes(model: Any) -> None:
+    """Bring an FSDP1 root back to rest after an exception inside a pass, and drop the gradients of a backward pass.
 
-    Autograd then runs no final callback, and FSDP1, which has no public way to end the pass, would take the next one
-    for a part of it: parameters stay sharded, gradients are not finished.
+    FSDP1 has no public way to end a pass. After a backward pass autograd runs no final callback then, and FSDP1 would
+    take the next pass for a part of it: parameters stay sharded, gradients are not finished. After a forward pass,
+    units stay gathered, which forbids exports; one that is not sharded uses views that torch 2.15 gives no gradient.
     """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     if getattr(model, "_is_root", False) and getattr(model, "_post_backward_callback_queued", False):
         _post_backward_final_callback(model, model)
         for handle in model._all_handles:
             if not handle.uses_sharded_strategy:
                 handle.reshard(free_unsharded_flat_param=False)  # see restore_frozen_parameters
         model.zero_grad(set_to_none=True)
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle = unit._handle
+        if unit.training_state != TrainingState.IDLE and handle is not None:
+            handle.reshard(free_unsharded_flat_param=handle.uses_sharded_strategy)
+            handle._training_state = HandleTrainingState.IDLE
+        unit.training_state = TrainingState.IDLE
 
 
 def free_cleared_gradients(root: Any) -> None:

@@ -15,9 +15,10 @@ from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_rl_engines._compat import restore_frozen_parameters
+from lightning_rl_engines._compat import end_aborted_passes, restore_frozen_parameters
 from lightning_rl_engines.export.stream import stream_full_gradients
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
 from lightning_rl_engines.models.huggingface import HFTokenModel
@@ -199,6 +200,16 @@ class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  
         token_model = cast(TokenModel, model)
         plan = token_model.export_plan if token_model.adapter is None else token_model.adapter.plan
         return self._while_loaded(model, stream_full_gradients(model, plan, prefix="hf."), grad=True)
+
+    @override
+    @contextmanager
+    def _loaded(self, model: nn.Module, *, optimizer: Optimizer | None = None, grad: bool = False) -> Iterator[None]:
+        with super()._loaded(model, optimizer=optimizer, grad=grad):
+            try:
+                yield
+            except BaseException:
+                end_aborted_passes(model)  # or weights could be neither saved nor exported
+                raise
 
     # ---- engine: gradients ----
 

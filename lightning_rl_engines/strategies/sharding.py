@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
-from lightning_rl_engines._compat import end_aborted_backward, reshard_root
+from lightning_rl_engines._compat import end_aborted_passes, reshard_root
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def shard(model: nn.Module, units: Iterable[nn.Module], layout: FSDPLayout) -> F
 
 
 def _reshard_before(root: nn.Module, arguments: Any) -> None:
-    end_aborted_backward(root)
+    end_aborted_passes(root)
     reshard_root(root)
 
 

@@ -14,6 +14,7 @@ from tests.strategies.steps import (
     copies,
     mine,
     plain_model,
+    plain_score_loss,
     score_loss,
     train_plain,
 )
@@ -228,17 +229,36 @@ def run_out_of_memory(folder: str, documents: Documents, options: dict[str, Any]
                 )
             notes += caught.value.__notes__
             hook.remove()
+        kept = weights(module)
+        assert all(torch.equal(kept[name], item) for name, item in plain_model(folder).named_parameters())
         engine.forward_backward_batch(module.policy, experience, score_loss)
+        reference = plain_model(folder)
+        plain_score_loss(reference, documents).backward()
+        for name, gradient in engine.get_per_tensor_grad(module.policy):
+            expected = reference.get_parameter(name).grad
+            assert (gradient - expected).norm() < 1e-5 * expected.norm(), name
         return notes
 
     return with_engine(body, ModelConfig(path=folder), **options)
 
 
-@pytest.mark.parametrize("engine", ["fsdp_ulysses", "torchtitan"])
-def test_out_of_memory_names_the_rows_and_the_way_out(engine: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (1, {}),
+        (2, {"ulysses_sp_size": 2}),
+        (2, {"ulysses_sp_size": 2, "fsdp_size": 1}),
+        (1, {"engine": "torchtitan"}),
+        (2, {"engine": "torchtitan", "tensor_parallel_degree": 2}),
+    ],
+    ids=str,
+)
+def test_after_running_out_of_memory_the_rows_are_named_and_the_model_is_as_before(
+    world: int, options: dict[str, Any]
+) -> None:
     folder = str(tiny_model_folder("llama"))
     documents = make_documents(folder, vocabulary=64)
-    ((first, second),) = run_workers(1, run_out_of_memory, folder, documents, {"engine": engine})
+    ((first, second), *_) = run_workers(world, run_out_of_memory, folder, documents, options)
     assert first == second
     assert f"max_tokens_per_micro_batch=48), its longest document {max(map(len, documents.input_ids))}." in first
     assert "gradient_checkpointing=True" in first
