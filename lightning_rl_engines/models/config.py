@@ -72,6 +72,9 @@ class ModelConfig:
             plain layer up to rounding. Under tensor parallelism a graph holds for one length of rows, and rows are
             padded to quarters of ``max_tokens_per_micro_batch``.
         compile_backend: Backend of ``torch.compile``.
+        check_forward: Compare the built model with transformers' own forward pass on two short documents, which rank 0
+            runs on the host, and refuse it if they differ. ``None`` does so for architectures that the test suite does
+            not cover. Not with ``strategy="torchtitan"``, whose models are specified field by field.
         trust_remote_code: Allow model code from the folder or the hub.
         revision: Hub revision.
         tokenizer: Folder or hub name of the tokenizer; by default the model's own.
@@ -94,6 +97,7 @@ class ModelConfig:
     use_liger: bool = False
     compile: bool = False
     compile_backend: str = "inductor"
+    check_forward: bool | None = None
     trust_remote_code: bool = False
     revision: str | None = None
     tokenizer: str | None = None

@@ -24,6 +24,11 @@ def document_cost(config: "PretrainedConfig", plan: "ExportPlan") -> tuple[float
         for entry in plan.entries
         if len(entry.shape) > 1 and not any(entry.name.endswith(name) for name in _EMBEDDINGS)
     )
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # Sizes may differ between layers (Gemma 4).
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
     # Scores and values over a causal triangle: two products of n^2 / 2 per head and layer.
-    return float(linear), float(text.num_hidden_layers * text.num_attention_heads * head_dim)
+    quadratic = sum(
+        layer.num_attention_heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+        for layer in layers
+    )
+    return float(linear), float(quadratic)

@@ -118,6 +118,10 @@ def _from_pretrained(
             f"{' (a value head has one label)' if config.head == 'value' else ''}."
         )
     _tie_as_configured(model, str(config.path))
+    # Reading makes parameters anew, and forgets which of them are not trained; other ranks read none.
+    twin = _from_config(factory, config, hf_config, dtype, "meta", attn_implementation)
+    for name, parameter in twin.named_parameters():
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     if head:
         _check_fresh_head(config, hf_config, model, head, report["unexpected_keys"])
     return cast("PreTrainedModel", model)

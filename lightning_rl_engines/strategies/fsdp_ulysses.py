@@ -27,6 +27,7 @@ from lightning_rl_engines.models.weights import stream_weights
 from lightning_rl_engines.sequence.attention import select_kernel
 from lightning_rl_engines.strategies.base import EngineStrategy
 from lightning_rl_engines.strategies.engine import WeightsMode
+from lightning_rl_engines.strategies.forward_check import require_plain_outputs
 from lightning_rl_engines.strategies.loading import load_on_rank_zero
 from lightning_rl_engines.strategies.sharding import FSDPLayout, fsdp_layout, shard
 from lightning_rl_engines.strategies.validation import require_divisor, require_engine_models, require_size
@@ -171,7 +172,7 @@ class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  
         dtype = self._storage_dtype(config, trainable=trainable)
         plugin = self.precision_plugin
         requested = "auto" if config.attn_implementation == "auto" else f"packed_{config.attn_implementation}"
-        hf, adapter = load_on_rank_zero(
+        hf, adapter, expected = load_on_rank_zero(
             config,
             dtype=dtype,
             kernel=select_kernel(requested, self.root_device, dtype=plugin.compute_dtype),
@@ -184,6 +185,9 @@ class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  
             model.requires_grad_(False)
         assert self._layout is not None
         root = shard(model, model.units, self._layout)
+        if expected is not None:
+            checked = cast(TokenModel, root)
+            require_plain_outputs(self, checked, expected, compute_dtype=plugin.compute_dtype)
         if self.offload_param:
             self._offloader.offload(model=root)
         return cast(TokenModel, root.train(trainable))

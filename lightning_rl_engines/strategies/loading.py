@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_rl_engines.models.agreement import raise_on_all_ranks
 from lightning_rl_engines.models.compile import check_backend
 from lightning_rl_engines.models.config import ModelConfig
+from lightning_rl_engines.models.forward_check import is_checked, plain_outputs
 from lightning_rl_engines.models.huggingface import load_hf_model
 from lightning_rl_engines.models.liger import use_liger_kernels
 from lightning_rl_engines.models.lora import Adapter, inject_adapter
@@ -30,7 +32,7 @@ def load_on_rank_zero(
     device: torch.device,
     sequence_group: ProcessGroup | None,
     gather: Callable[[Any], list[Any]],
-) -> "tuple[PreTrainedModel, Adapter | None]":
+) -> "tuple[PreTrainedModel, Adapter | None, list[Tensor] | None]":
     """Load a model, adapter included: rank 0 alone reads files. Collective over the world.
 
     Args:
@@ -42,18 +44,24 @@ def load_on_rank_zero(
         gather: Returns the host objects of all ranks, in rank order.
 
     Returns:
-        The model, on the host of rank 0 and on meta elsewhere, and its adapter, if it has one.
+        The model, on the host of rank 0 and on meta elsewhere, its adapter, if it has one, and, if it is to be checked,
+        what the plain model says of the probe.
 
     Raises:
         ValueError: On all ranks, with the first rank's reason.
     """
     reader = not dist.is_initialized() or dist.get_rank() == 0
     lora = _lora_options(config, reader, gather)
-    hf, adapter, error = None, None, None
+    hf, adapter, expected, error = None, None, None, None
     try:
         if config.compile:
             check_backend(config.compile_backend, device)
-        hf = load_hf_model(config, dtype=dtype, device="cpu" if reader else "meta", empty=not reader)
+        # Every model has eager attention, and it leaves nothing out; none of it runs but for a check.
+        hf = load_hf_model(
+            config, dtype=dtype, device="cpu" if reader else "meta", attn_implementation="eager", empty=not reader
+        )
+        if reader and is_checked(config, hf.config.model_type):
+            expected = plain_outputs(hf)
         if config.use_liger:
             use_liger_kernels(hf, device)
         adapter = None if lora is None else inject_adapter(hf, config, lora)
@@ -70,7 +78,7 @@ def load_on_rank_zero(
             hf.get_submodule(owner)._buffers[key] = buffer.to(types[name])
     if adapter is not None:
         adapter = replace(adapter, fingerprint=gather(adapter.fingerprint)[0])
-    return hf, adapter
+    return hf, adapter, gather(expected)[0]
 
 
 def _lora_options(config: ModelConfig, reader: bool, gather: Callable[[Any], list[Any]]) -> LoraConfig | None:

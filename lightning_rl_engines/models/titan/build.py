@@ -170,6 +170,11 @@ def _prepare(config: "ModelConfig", options: TitanOptions, dtype: torch.dtype, *
 
 
 def _refuse_options(config: "ModelConfig") -> None:
+    if config.check_forward:
+        raise ValueError(
+            "ModelConfig(check_forward=True) has the whole model on one rank, which strategy='torchtitan' never does; "
+            "leave check_forward out."
+        )
     if config.use_liger:
         raise ValueError(
             "ModelConfig(use_liger=True) replaces modules of Hugging Face models; use use_liger=False, or "
