@@ -179,6 +179,15 @@ def _freeze(model: "PreTrainedModel", patterns: Iterable[str]) -> None:
                 parameter.requires_grad_(False)
 
 
+def _tabled_positions(model: "PreTrainedModel") -> int | None:
+    """How many positions a model has that looks them up in a table; ``None`` for one that computes them."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    # So transformers calls them, learned or computed, in GPT-2, GPT-J, OPT and their kin.
+    tabled = any(".wpe." in name or ".embed_positions" in name for name in names)
+    return int(limit) if limit is not None and tabled else None
+
+
 def load_generation_config(config: ModelConfig, hf_config: "PretrainedConfig") -> "GenerationConfig | None":
     """Return how a model is sampled by default: as its folder says, or else its configuration; ``None`` for critics."""
     from transformers import GenerationConfig
@@ -224,12 +233,18 @@ class HFTokenModel(TokenModel):
         self._scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
             getattr(text, "logits_scaling", None) or 1.0
         )
+        self._positions = _tabled_positions(hf)
         _freeze(hf, model_config.freeze)
         if model_config.gradient_checkpointing:
             # Re-entrant checkpointing drops our keyword arguments and needs inputs that require a gradient.
             hf.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         if model_config.compile:
             compile_layers(self.layers, backend=model_config.compile_backend)
+
+    @property
+    @override
+    def longest_document(self) -> int | None:
+        return self._positions
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl_engines import _compat
+from lightning_rl_engines.modules.epochs import reopen_cut_epoch
 from lightning_rl_engines.modules.hyperparameters import plain
 from lightning_rl_engines.modules.optimization import apply_schedule, fill_total_steps, total_optimizer_steps
 from lightning_rl_engines.modules.summary import sharded_summaries
@@ -329,7 +330,8 @@ class RLModule(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the number of updates and the history, as plain data."""
+        """Add the number of updates and the history, as plain data; a checkpoint of a cut epoch stands inside it."""
+        reopen_cut_epoch(checkpoint)
         checkpoint[self.checkpoint_key] = {"updates": self._updates, "history": [dict(row) for row in self._history]}
 
     @override

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.sequence.planner import round_up
 
-# Padding is cut into documents of this length: it costs little attention, and needs no positions that a model may lack.
+# Padding is cut into documents of this length at most, which cost little attention.
 _PADDING = 128
 
 RowOrder = Callable[[tuple[int, ...], int], Tensor]
@@ -188,6 +188,7 @@ def pack_row(
     pad_to: int | None = None,
     multiple_of: int | None = None,
     order: RowOrder | None = None,
+    longest_document: int | None = None,
 ) -> MicroBatch:
     """Pack documents into one row and take this sequence rank's slice.
 
@@ -201,9 +202,10 @@ def pack_row(
         group: Ranks that hold the other slices; ``None`` when there are none.
         device: Where the micro-batch goes; default: where the experience is.
         pad_to: Length of the row; default: the next multiple of ``multiple_of``. Padding is made of masked documents of
-            at most 128 tokens.
+            at most 128 tokens, or ``longest_document``.
         multiple_of: A multiple of ``sequence_size``; default: ``sequence_size``.
         order: Makes the order in which the row is split; default: the row's own.
+        longest_document: Tokens that the model has positions for; ``None`` for no limit.
 
     Raises:
         ValueError: A document index, a size or a rank is out of range, the documents do not fit into ``pad_to``, or
@@ -212,7 +214,9 @@ def pack_row(
     device = torch.device(device) if device is not None else experience.device
     if sequence_size < 1 or not 0 <= sequence_rank < sequence_size:
         raise ValueError(f"sequence_rank={sequence_rank} must be in [0, sequence_size={sequence_size}), for instance 0")
-    owners, lengths = _layout(experience, documents, sequence_size, pad_to, multiple_of)
+    length = sum(experience.lengths[index] for index in _checked(experience, documents)) or 1
+    padding = _row_length(length, sequence_size, pad_to, multiple_of) - length
+    owners, lengths = _layout(experience, documents, padding, min(_PADDING, longest_document or _PADDING))
     starts = list(accumulate(lengths, initial=0))
     total = starts[-1]
     permutation, here = _places(order, tuple(starts), sequence_size, sequence_rank)
@@ -283,18 +287,20 @@ def _last_of_each(mask: Tensor, document_ids: Tensor, count: int) -> Tensor:
     return torch.zeros_like(mask).index_fill_(0, last[last >= 0], True)
 
 
-def _layout(
-    experience: Experience, documents: Sequence[int], sequence_size: int, pad_to: int | None, multiple_of: int | None
-) -> tuple[tuple[int, ...], list[int]]:
-    """Documents of the row and their lengths, a dummy and those of padding included as -1."""
+def _checked(experience: Experience, documents: Sequence[int]) -> Sequence[int]:
     for index in documents:
         if not 0 <= index < len(experience):
             raise ValueError(f"documents contains {index}, but there are {len(experience)}: use 0 to N - 1")
+    return documents
+
+
+def _layout(
+    experience: Experience, documents: Sequence[int], padding: int, piece: int
+) -> tuple[tuple[int, ...], list[int]]:
+    """Documents of the row and their lengths, a dummy and those of padding, cut into pieces, included as -1."""
     lengths = [experience.lengths[index] for index in documents] or [1]
-    owners = tuple(documents) or (-1,)
-    padding = _row_length(sum(lengths), sequence_size, pad_to, multiple_of) - sum(lengths)
-    dummies = [min(_PADDING, padding - start) for start in range(0, padding, _PADDING)]
-    return (*owners, *[-1] * len(dummies)), [*lengths, *dummies]
+    dummies = [min(piece, padding - start) for start in range(0, padding, piece)]
+    return (*(tuple(documents) or (-1,)), *[-1] * len(dummies)), [*lengths, *dummies]
 
 
 def _row_length(tokens: int, sequence_size: int, pad_to: int | None, multiple_of: int | None) -> int:

@@ -164,4 +164,5 @@ class RowPasses(Engine):
             pad_to=self._row_length(model, batch.row_tokens(row), batch.budget),
             multiple_of=self._row_multiple,
             order=self._row_order,
+            longest_document=cast(TokenModel, model).longest_document,
         )

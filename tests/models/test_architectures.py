@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rl_engines import ModelConfig
+from lightning_rl_engines import Experience, ModelConfig
 from lightning_rl_engines.models.forward_check import COVERED, difference, probe_documents
 from tests.models.architectures import VOCABULARY, save_small_model
 from tests.strategies.reference import Documents, make_documents
@@ -67,6 +67,27 @@ def test_a_model_that_keeps_the_row_from_its_attention_is_refused(tmp_path: Path
     folder = save_small_model(tmp_path, "stablelm")
     with pytest.raises(WorkerError, match=r"StableLmConfig of .* does not run on packed rows: .*use another model"):
         run_workers(1, build, folder, None, {}, {})
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gptj", "opt"])
+def test_a_document_beyond_a_table_of_positions_is_refused(tmp_path: Path, model_type: str) -> None:
+    folder = save_small_model(tmp_path, model_type)
+    ids = [torch.arange(20) % VOCABULARY, torch.arange(257) % VOCABULARY]
+    with pytest.raises(WorkerError, match=r"document 1 has 257 tokens, and the model has max_position_embeddings=256"):
+        run_workers(2, infer, folder, ids)
+    ((found, _), _) = run_workers(2, infer, folder, [ids[0], ids[1][:256]])
+    assert found > 0
+
+
+def infer(folder: str, ids: list[torch.Tensor]) -> tuple[int, Any]:
+    def body(module: EngineModule) -> tuple[int, Any]:
+        mine = ids if module.engine.data_parallel_rank == 0 else ids[:1]
+        experience = Experience.from_documents(
+            input_ids=mine, response_mask=[torch.arange(len(item)) > 0 for item in mine]
+        )
+        return len(module.engine.infer_batch(module.policy, experience).columns["log_probs"]), None
+
+    return with_engine(body, ModelConfig(path=folder))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,12 @@ def test_long_padding_is_cut_into_documents():
     assert micro_batch.predicted.tolist() == [0, 1, 3]
 
 
+def test_padding_is_no_longer_than_the_longest_document_of_a_model():
+    micro_batch = pack_row(three_documents(), [0, 1, 2], pad_to=24, longest_document=6)
+    assert micro_batch.row.cu_seqlens_host[3:] == (9, 15, 21, 24)
+    assert int(micro_batch.position_ids.max()) == 5
+
+
 def test_without_padding_the_last_slot_holds_the_first_token():
     micro_batch = pack_row(three_documents(), [1, 0])
     assert micro_batch.row.cu_seqlens_host == (0, 2, 5)

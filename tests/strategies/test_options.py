@@ -27,6 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_rl_engines import FSDPUlyssesStrategy, ModelConfig
 from lightning_rl_engines.checkpoint.saver import CheckpointSaver
 from lightning_rl_engines.models.huggingface import load_hf_model
+from tests.models.architectures import save_small_model
+from tests.models.test_architectures import build
 from tests.strategies.checks import asked_of_torch
 from tests.strategies.reference import make_documents
 from tests.strategies.steps import assert_near, assert_same, copies, mine, score_loss, weights_of
@@ -162,6 +164,13 @@ def check_compile_backend(tmp_path: Path) -> None:
         ModelConfig(path="x", compile_backend="eager")
     with pytest.raises(WorkerError, match=r"compile_backend='nothing'.*is unknown"):
         seen({"compile": True, "compile_backend": "nothing"})
+
+
+def check_check_forward(tmp_path: Path) -> None:
+    scaled = save_small_model(tmp_path, "dory")  # its head does more than multiply
+    with pytest.raises(WorkerError, match="check_forward=False"):
+        run_workers(1, build, scaled, None, {}, {})
+    run_workers(1, build, scaled, None, {"check_forward": False}, {})
 
 
 def check_trust_remote_code(tmp_path: Path) -> None:

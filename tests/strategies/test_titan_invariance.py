@@ -10,6 +10,7 @@ import pytest
 from tests.models.titan import test_deepseek, test_gpt_oss
 from tests.models.titan.exactness import hugging_face_model
 from tests.strategies.test_invariance import GRID, compare_with_reference
+from tests.support.models import tiny_model
 from tests.support.pairwise import pairwise
 
 _TP, _CP, _EP = "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"
@@ -137,6 +138,13 @@ def test_experts_of_other_families_equal_the_plain_model(tmp_path: Path, family:
     hugging_face_model(family.config_of()).save_pretrained(tmp_path)
     case = {"layout": layout, "folder": tmp_path, "checkpointing": False, "defer": False}
     check_case(case, count=1)
+
+
+def test_padding_needs_no_positions_that_a_model_lacks(tmp_path: Path) -> None:
+    """Tensor parallelism rounds rows up to 128 tokens, and many a small model has fewer positions."""
+    tiny_model("odd_vocab", max_position_embeddings=40).save_pretrained(tmp_path)
+    case = {"layout": "tp2", "folder": tmp_path, "checkpointing": False, "defer": False}
+    check_case(case, count=2)
 
 
 @pytest.mark.exhaustive
