@@ -16,6 +16,7 @@ each slot knows the token that it describes.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -214,9 +215,8 @@ def pack_row(
     device = torch.device(device) if device is not None else experience.device
     if sequence_size < 1 or not 0 <= sequence_rank < sequence_size:
         raise ValueError(f"sequence_rank={sequence_rank} must be in [0, sequence_size={sequence_size}), for instance 0")
-    length = sum(experience.lengths[index] for index in _checked(experience, documents)) or 1
-    padding = _row_length(length, sequence_size, pad_to, multiple_of) - length
-    owners, lengths = _layout(experience, documents, padding, min(_PADDING, longest_document or _PADDING))
+    length = partial(_row_length, sequence_size=sequence_size, pad_to=pad_to, multiple_of=multiple_of)
+    owners, lengths = _layout(experience, documents, length, longest_document)
     starts = list(accumulate(lengths, initial=0))
     total = starts[-1]
     permutation, here = _places(order, tuple(starts), sequence_size, sequence_rank)
@@ -287,20 +287,18 @@ def _last_of_each(mask: Tensor, document_ids: Tensor, count: int) -> Tensor:
     return torch.zeros_like(mask).index_fill_(0, last[last >= 0], True)
 
 
-def _checked(experience: Experience, documents: Sequence[int]) -> Sequence[int]:
+def _layout(
+    experience: Experience, documents: Sequence[int], row_length: Callable[[int], int], longest: int | None
+) -> tuple[tuple[int, ...], list[int]]:
+    """Documents of the row and their lengths, a dummy and those of padding included as -1."""
     for index in documents:
         if not 0 <= index < len(experience):
             raise ValueError(f"documents contains {index}, but there are {len(experience)}: use 0 to N - 1")
-    return documents
-
-
-def _layout(
-    experience: Experience, documents: Sequence[int], padding: int, piece: int
-) -> tuple[tuple[int, ...], list[int]]:
-    """Documents of the row and their lengths, a dummy and those of padding, cut into pieces, included as -1."""
     lengths = [experience.lengths[index] for index in documents] or [1]
+    owners = tuple(documents) or (-1,)
+    padding, piece = row_length(sum(lengths)) - sum(lengths), min(_PADDING, longest or _PADDING)
     dummies = [min(piece, padding - start) for start in range(0, padding, piece)]
-    return (*(tuple(documents) or (-1,)), *[-1] * len(dummies)), [*lengths, *dummies]
+    return (*owners, *[-1] * len(dummies)), [*lengths, *dummies]
 
 
 def _row_length(tokens: int, sequence_size: int, pad_to: int | None, multiple_of: int | None) -> int:

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_rl_engines import ModelConfig
 from tests.models.titan import test_deepseek, test_gpt_oss
 from tests.models.titan.exactness import hugging_face_model
+from tests.strategies.reference import Documents, make_documents
 from tests.strategies.test_invariance import GRID, compare_with_reference
-from tests.support.models import tiny_model
+from tests.support import run_workers
+from tests.support.engine import EngineModule, with_engine
+from tests.support.models import reference_log_probs, tiny_model
 from tests.support.pairwise import pairwise
 
 _TP, _CP, _EP = "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"
@@ -140,11 +145,23 @@ def test_experts_of_other_families_equal_the_plain_model(tmp_path: Path, family:
     check_case(case, count=1)
 
 
+def short_log_probs(folder: str, documents: Documents, options: dict[str, Any]) -> torch.Tensor:
+    def body(module: EngineModule) -> torch.Tensor:
+        return module.engine.infer_batch(module.policy, documents.experience([0])).columns["log_probs"]
+
+    return with_engine(body, ModelConfig(path=folder), engine="torchtitan", **options)
+
+
 def test_padding_needs_no_positions_that_a_model_lacks(tmp_path: Path) -> None:
     """Tensor parallelism rounds rows up to 128 tokens, and many a small model has fewer positions."""
-    tiny_model("odd_vocab", max_position_embeddings=40).save_pretrained(tmp_path)
-    case = {"layout": "tp2", "folder": tmp_path, "checkpointing": False, "defer": False}
-    check_case(case, count=2)
+    model = tiny_model("llama", max_position_embeddings=40)
+    model.save_pretrained(tmp_path)
+    documents = make_documents(str(tmp_path), vocabulary=64)
+    with torch.no_grad():
+        (expected,), _ = reference_log_probs(model, documents.input_ids[:1])
+    expected = expected * documents.response_mask[0]
+    for found in run_workers(2, short_log_probs, str(tmp_path), documents, {_TP: 2}):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.exhaustive
