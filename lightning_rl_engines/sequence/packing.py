@@ -227,8 +227,7 @@ def pack_row(
     described = tokens.roll(-1)[here]
     responses = _take({"response_mask": experience.response_mask_host}, tokens)["response_mask"]
 
-    def move(tensor: Tensor) -> Tensor:
-        return to_device(tensor, device)
+    move = partial(to_device, device=device)
 
     def columns(named: Mapping[str, Tensor], indices: Tensor) -> Mapping[str, Tensor]:
         taken = _take(named, indices)
