@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -105,8 +106,13 @@ class RunReport(Callback):
         if not trainer.is_global_zero or not isinstance(pl_module, RLModule) or pl_module.history.empty:
             return
         path = Path(self.path or os.path.join(trainer.default_root_dir, "report.png"))
-        draw(pl_module.history, pd.DataFrame(self.validations), path)
-        rows = [("curves", readable(path)), *self._outputs(trainer, checkpoint)]
+        try:
+            draw(pl_module.history, pd.DataFrame(self.validations), path)
+        except OSError as error:  # a full disk, say; what ended the run must stay in sight
+            rank_zero_warn(f"The report could not be written to {path}: {error}")
+            path.unlink(missing_ok=True)
+        drawn = [("curves", readable(path))] if path.exists() else []
+        rows = [*drawn, *self._outputs(trainer, checkpoint)]
         show(trainer, Panel(render(rows), title="written", expand=False))
 
     def _outputs(self, trainer: Trainer, checkpoint: str | None) -> list[tuple[str, str]]:

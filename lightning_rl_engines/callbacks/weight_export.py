@@ -1,5 +1,6 @@
 """Sends the weights of the policy, or of another model, to a sink every few updates."""
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -98,11 +99,22 @@ class WeightExport(Callback):
                 f"WeightExport(weights='adapter') sends adapters, and the client of sink={type(self.sink).__name__} "
                 "cannot load them; derive it from LoRAInferenceClient, or use weights='merged'."
             )
+        self._refuse_source(model)
         # The engine refuses a mode that the model has not; the weights are read when the stream is walked, so not here.
         self._stream(trainer, model)
         # On all ranks and before training, so a broken file stops all of them together.
         self._tokenizer = load_tokenizer(model.model_config)
         self._generation_config = load_generation_config(model.model_config, model.config)
+
+    def _refuse_source(self, model: TokenModel) -> None:
+        """An export must not replace what the model was read from: a resumed run reads it again."""
+        target = getattr(self.sink, "path", None)
+        for source in (model.model_config.path, model.model_config.adapter):
+            if target is not None and source is not None and os.path.realpath(target) == os.path.realpath(source):
+                raise MisconfigurationException(
+                    f"WeightExport would replace {source!r}, which the model is read from and a resumed run reads "
+                    "again; export to another folder."
+                )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,7 +5,9 @@ plain data in ``meta.pt``, and a marker. It is written beside its place and rena
 of a checkpoint is a whole one.
 """
 
+import pickle
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -137,8 +140,28 @@ def read_metadata(path: Path) -> dict[str, Any]:
     if not is_whole(path):
         state = "was not finished" if path.is_dir() else "is no checkpoint folder"
         raise ValueError(f"ckpt_path={str(path)!r} {state}; name a folder that this strategy saved, such as last.ckpt.")
-    metadata: dict[str, Any] = torch.load(path / METADATA, weights_only=True)
+    with naming_damage(path, RuntimeError):
+        metadata: dict[str, Any] = torch.load(path / METADATA, weights_only=True)
     return metadata
+
+
+@contextmanager
+def naming_damage(path: Path, *further: type[Exception]) -> Iterator[None]:
+    """Context of reading files of a finished checkpoint: what cannot be read names the checkpoint.
+
+    Args:
+        path: The checkpoint.
+        further: What else damage looks like; collectives raise ``RuntimeError`` for other reasons.
+    """
+    damage: tuple[Any, ...] = (EOFError, OSError, CheckpointException, pickle.UnpicklingError, *further)
+    try:
+        yield
+    except damage as error:
+        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        raise ValueError(
+            f"ckpt_path={str(path)!r} cannot be read: its files were damaged or removed ({reason[0]}); use another "
+            "checkpoint."
+        ) from error
 
 
 def load_training_checkpoint(
@@ -169,7 +192,8 @@ def load_training_checkpoint(
     for name, root in roots.items():
         model = {f"{name}.{key}": value for key, value in targets[name].items() if f"{name}.{key}" in saved}
         # Also of nothing: other stages of a pipeline may find something.
-        dcp.load({"model": model}, checkpoint_id=path)
+        with naming_damage(path):
+            dcp.load({"model": model}, checkpoint_id=path)
         # What is not stored stays as it is; tensors are views of the parameters on some layouts only.
         loaded = {key.removeprefix(f"{name}."): value for key, value in model.items()}
         _load_model_state(root, {**targets[name], **loaded})
@@ -188,7 +212,8 @@ def load_training_checkpoint(
 
 def _saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of models, by name."""
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    with naming_damage(path):
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return {
         name.removeprefix("model."): tuple(entry.size)
         for name, entry in stored.items()

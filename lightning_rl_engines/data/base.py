@@ -155,6 +155,10 @@ class ShardedDataModule(LightningDataModule, Generic[Raw, Item, Batch]):
         size = self.eval_batch_size or self.batch_size
         return [self._loader(items, size, training=False) for items in data_sets]
 
+    def items(self, split: Split) -> list[list[Item]]:
+        """Return the encoded data sets of a split, each whole; after ``setup``."""
+        return self._encoded(split)
+
     def _encoded(self, split: Split) -> list[list[Item]]:
         if split not in self._items:
             self._items[split] = [self.encode(raw, split) for raw in self._raw.get(split, [])]

@@ -16,18 +16,6 @@ if TYPE_CHECKING:
 DTypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """Floating-point types by the names that configurations use."""
 
-_DROPOUTS = (
-    "attention_dropout",
-    "hidden_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-    "classifier_dropout",
-    "residual_dropout",
-    "activation_dropout",
-    "dropout",
-)
-
 
 def torch_dtype(name: DTypeName) -> torch.dtype:
     """Return the torch type of this name.
@@ -215,10 +203,12 @@ class ModelConfig:
             config = AutoConfig.from_pretrained(
                 self.path or str(self.from_config), trust_remote_code=self.trust_remote_code, revision=self.revision
             )
-        for name in _DROPOUTS:
-            if isinstance(getattr(config, name, None), float) and getattr(config, name) > 0:
-                rank_zero_warn(f"{name}={getattr(config, name)} of {self.source} is set to 0: RL needs exact ratios.")
-                setattr(config, name, 0.0)
+        for part in {id(item): item for item in (config, config.get_text_config())}.values():
+            # Families have dozens of names for it: attention_dropout, resid_pdrop, layerdrop, ...
+            for name, value in list(vars(part).items()):
+                if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+                    rank_zero_warn(f"{name}={value} of {self.source} is set to 0: RL needs exact ratios.")
+                    setattr(part, name, 0.0)
         if getattr(config, "output_router_logits", False):
             rank_zero_warn(
                 f"output_router_logits=True of {self.source} asks for an auxiliary loss of the routers, which is not "

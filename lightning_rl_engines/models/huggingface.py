@@ -111,11 +111,12 @@ def _from_pretrained(
         )
     missing, mismatched = set(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
     head = {name for name in missing if config.head == "value" and name.startswith("score.")}
-    if missing - head or mismatched:
+    left = _left_in_backbone(model, report["unexpected_keys"])
+    if missing - head or mismatched or left:
         raise ValueError(
             f"The weights in path={config.path!r} do not fit its configuration: missing {sorted(missing - head)}, "
-            f"of another shape {mismatched}; name a complete checkpoint"
-            f"{' (a value head has one label)' if config.head == 'value' else ''}."
+            f"of another shape {mismatched}, left over {left}; name a complete checkpoint"
+            f"{' (a value head has one label, and is called score)' if config.head == 'value' else ''}."
         )
     _tie_as_configured(model, str(config.path))
     # Reading makes parameters anew, and forgets which of them are not trained; other ranks read none.
@@ -125,6 +126,13 @@ def _from_pretrained(
     if head:
         _check_fresh_head(config, hf_config, model, head, report["unexpected_keys"])
     return cast("PreTrainedModel", model)
+
+
+def _left_in_backbone(model: "PreTrainedModel", unexpected: Iterable[str]) -> list[str]:
+    """Weights of a backbone that its configuration has no place for; heads that nobody asked for are none."""
+    inside = f"{model.base_model_prefix}."
+    # Frequencies, which older checkpoints hold, are computed.
+    return sorted(name for name in unexpected if name.startswith(inside) and not name.endswith("inv_freq"))[:8]
 
 
 def _check_fresh_head(

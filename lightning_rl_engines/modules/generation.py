@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_rl_engines.data.base import ShardedDataModule
 from lightning_rl_engines.data.rewards import Reward, RewardFunction
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.token_model import TokenModel
@@ -98,9 +99,13 @@ class GenerationModule(RLModule):
 
     @override
     def on_train_start(self) -> None:
-        """Give the rollout the weights that training starts from."""
+        """Give the rollout the weights that training starts from, and all prompts to look at."""
         super().on_train_start()
         self.sync_rollout()
+        data = getattr(self.trainer, "datamodule", None)
+        if self.rollout is not None and isinstance(data, ShardedDataModule):
+            for items in data.items("train"):
+                self.rollout.check_prompts([item for item in items if isinstance(item, Prompt)])
 
     def watch_rollout(self, metrics: Mapping[str, float]) -> None:
         """Warn, once, if responses come from other weights or another temperature than the policy's.

@@ -7,7 +7,6 @@ from typing import Literal, TypeAlias
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -26,7 +25,7 @@ from lightning_rl_engines.modules.metrics import Tally, combine_steps
 from lightning_rl_engines.modules.optimization import build_optimizer
 from lightning_rl_engines.modules.reference import find_reference, reference_model
 from lightning_rl_engines.modules.samples import build_experience, score, shared_temperature
-from lightning_rl_engines.modules.selection import GlobalColumns, gather_columns, select_mask
+from lightning_rl_engines.modules.selection import GlobalColumns, SkippedBatches, gather_columns, select_mask
 from lightning_rl_engines.rollout.base import Prompt, RolloutEngine
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.strategies.engine import Engine
@@ -166,6 +165,7 @@ class PolicyModule(GenerationModule):
         self.correction = correction
         self.seed = seed
         self._collected: _Collected | None = None
+        self._skipped = SkippedBatches()
         self._prompts_seen = 0
         self.save_plain_hyperparameters(**arguments)
 
@@ -209,11 +209,9 @@ class PolicyModule(GenerationModule):
         self._collected = None
         experience, columns = selected
         if sum(columns.counts) == 0:
-            rank_zero_warn(
-                "No group of this batch has different rewards, so nothing is left to train on and the update is "
-                "skipped; use more varied prompts, a higher temperature, or filter_zero_variance=False."
-            )
+            self._skipped.add()
             return
+        self._skipped.clear()
         tally = collected.tally
         experience = correct(self.engine, self.correction, self.prepare(experience, columns, tally), tally)
         steps = self.update(experience, columns)
@@ -299,7 +297,7 @@ class PolicyModule(GenerationModule):
     def add_advantages(self, experience: Experience, columns: GlobalColumns, tally: Tally) -> Experience:
         """Add the column ``advantages`` unless it is there, from the rewards of all ranks. No communication."""
         if "advantages" not in experience:
-            values = self.advantage(columns.rewards, columns.group_ids, columns.response_lengths)
+            values = columns.require(self.advantage(columns.rewards, columns.group_ids, columns.response_lengths))
             experience = experience.with_document_columns(advantages=columns.own(values).float())
         advantages = experience["advantages"]
         if "advantages" in experience.token_columns:

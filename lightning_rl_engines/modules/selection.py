@@ -1,13 +1,44 @@
 """Rewards and groups of the global batch: advantages over all of it, and which documents are trained on."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_rl_engines.algorithms.filters import zero_variance_groups
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.strategies.engine import Engine
+
+MAX_SKIPPED_BATCHES = 100
+"""Batches in a row without a signal after which a run is given up: it counts no steps, and would never end."""
+
+
+class SkippedBatches:
+    """Warns of batches whose groups all have equal rewards, and gives up after many in a row."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def clear(self) -> None:
+        """Note a batch with a signal."""
+        self._count = 0
+
+    def add(self) -> None:
+        """Note a batch without one.
+
+        Raises:
+            RuntimeError: There have been ``MAX_SKIPPED_BATCHES`` of them in a row.
+        """
+        self._count += 1
+        text = (
+            "so nothing is left to train on; use more varied prompts, a higher temperature, or "
+            "filter_zero_variance=False."
+        )
+        if self._count == MAX_SKIPPED_BATCHES:
+            raise RuntimeError(f"No group of {MAX_SKIPPED_BATCHES} batches in a row has different rewards, {text}")
+        rank_zero_warn(f"No group of this batch has different rewards, {text} The update is skipped.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +63,24 @@ class GlobalColumns:
     def num_groups(self) -> int:
         """Number of different groups."""
         return len(self.group_ids.unique())
+
+    def require(self, values: Any) -> Tensor:
+        """Return what an advantage function made of the columns, or say what is wrong with it, on all ranks alike.
+
+        Raises:
+            ValueError: It is no tensor of one finite number for each document.
+        """
+        count = len(self.rewards)
+        if not isinstance(values, Tensor) or values.shape != (count,):
+            found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"advantage returned {found}; return a Tensor of shape [{count}], a number per document.")
+        bad = (~values.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            raise ValueError(
+                f"advantage returned {float(values[bad[0]])} for document {bad[0]} of {count} (reward "
+                f"{float(self.rewards[bad[0]])}); return finite numbers, such as 0.0 where there is nothing to learn."
+            )
+        return values
 
     def own(self, values: Tensor) -> Tensor:
         """Return this rank's part of a global ``[N]`` column."""

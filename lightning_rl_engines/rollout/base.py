@@ -137,6 +137,16 @@ class RolloutEngine(ABC):
             RuntimeError: No weights have arrived yet.
         """
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:  # noqa: B027 - an engine may take any prompt
+        """Refuse prompts that the engine could not continue; called before training with all that will come.
+
+        Args:
+            prompts: The prompts of the whole data set, the same on every rank.
+
+        Raises:
+            ValueError: A prompt is too long, empty, or of another vocabulary.
+        """
+
     def teardown(self) -> None:  # noqa: B027 - an engine may hold nothing
         """Free what :meth:`setup` made; every rank calls it."""
 

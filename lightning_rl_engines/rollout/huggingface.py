@@ -116,7 +116,7 @@ class HFRollout(SamplingRollout):
             )
         assert self._model is not None
         count = self._count(num_generations)
-        self._check_prompts(prompts, self._model.config)
+        self.check_prompts(prompts)
         # Greedy responses to one prompt are all alike, so one is generated and repeated.
         samples = 1 if greedy else count
         pairs = [index for index in range(len(prompts)) for _ in range(samples)]
@@ -125,6 +125,11 @@ class HFRollout(SamplingRollout):
         if not greedy:
             self._calls += 1
         return [[self._generation(item) for item in group * (count // samples)] for group in grouped]
+
+    @override
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        assert self._model is not None
+        self._check_prompts(prompts, self._model.config)
 
     @override
     def teardown(self) -> None:

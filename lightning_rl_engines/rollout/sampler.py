@@ -118,10 +118,13 @@ class SamplingRollout(RolloutEngine):
                     f"{text.vocab_size}; use the tokenizer of this model."
                 )
             if limit is not None and length + self.max_new_tokens > limit:
+                remedies = [f"max_new_tokens to at most {limit - length}"] if length < limit else []
+                if limit > self.max_new_tokens:
+                    remedies.append(f"max_prompt_length={limit - self.max_new_tokens} in the data module")
                 raise ValueError(
                     f"prompt {prompt.index} has {length} tokens; with max_new_tokens={self.max_new_tokens} it could "
-                    f"exceed the model's {limit} positions. Set max_new_tokens to at most {limit - length}, or "
-                    f"max_prompt_length={limit - self.max_new_tokens} in the data module."
+                    f"exceed the model's {limit} positions. "
+                    + (f"Set {', or '.join(remedies)}." if remedies else "Set a smaller max_new_tokens.")
                 )
 
     def _generation(self, item: DecodedSequence) -> Generation:

@@ -230,8 +230,7 @@ class VLLMRollout(SamplingRollout):
                 "first, as in rollout.update_weights(strategy.get_per_tensor_param(model))."
             )
         count = self._count(num_generations)
-        limit = min(seen.max_model_len for seen in self._facts)
-        self._check_prompts(prompts, self._config, limit)
+        self.check_prompts(prompts)
         # Greedy responses to one prompt are all alike, so one is generated and repeated.
         samples = 1 if greedy else count
         with self._awake():
@@ -239,6 +238,10 @@ class VLLMRollout(SamplingRollout):
         if not greedy:
             self._calls += 1
         return [[self._generation(item) for item in done[index] * (count // samples)] for index in range(len(prompts))]
+
+    @override
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        self._check_prompts(prompts, self._config, min(seen.max_model_len for seen in self._facts))
 
     @contextmanager
     def _awake(self) -> Iterator[None]:

@@ -368,7 +368,10 @@ def row_capacity(budget: int | None, multiple_of: int) -> int | None:
     if budget is None:
         return None
     if budget < multiple_of:
-        raise ValueError(f"budget={budget} must hold a row of multiple_of={multiple_of} tokens, for instance 4096")
+        raise ValueError(
+            f"max_tokens_per_micro_batch={budget} must hold a row of multiple_of={multiple_of} tokens, for instance "
+            "4096"
+        )
     return budget // multiple_of * multiple_of
 
 
@@ -378,13 +381,15 @@ def _too_long(
     longest = round_up(max(max(own, default=0) for own in lengths), multiple_of)
     padded = f" (rows are padded to a multiple of {multiple_of})" if multiple_of > 1 else ""
     return (
-        f"document {index} of data rank {rank} has {tokens} tokens, more than budget={budget} allows in a row{padded}: "
-        f"raise it to at least {longest}, or shorten the document"
+        f"document {index} of data rank {rank} has {tokens} tokens, more than "
+        f"max_tokens_per_micro_batch={budget} allows in a row{padded}: raise it to at least {longest}, or shorten the "
+        "document"
     )
 
 
 def _unit_too_long(unit: int, tokens: int, budget: int | None, multiple_of: int) -> str:
     return (
-        f"the documents of unit {unit} have {tokens} tokens together, more than budget={budget} allows in the row that "
+        f"the documents of unit {unit} have {tokens} tokens together, more than max_tokens_per_micro_batch={budget} "
+        "allows in the row that "
         f"they share: raise it to at least {round_up(tokens, multiple_of)}, or shorten them"
     )

@@ -15,6 +15,9 @@ from lightning_rl_engines.strategies.passes import LossFunction
 ERROR = "error"
 """Name under which :meth:`MetricAccumulator.finish` sends what a rank's loss raised; counts from every rank."""
 
+GRADIENT = "gradient"
+"""Name under which :meth:`MetricAccumulator.finish` sends whether a rank's loss has a gradient."""
+
 _LOSS = "loss"
 
 
@@ -32,6 +35,7 @@ class MetricAccumulator:
         self._values: dict[str, Tensor] = {}
         self._reductions: dict[str, MetricReduction] = {}
         self._error: Exception | None = None
+        self._has_gradient = False
 
     def evaluate(self, loss_fn: LossFunction, outputs: TokenOutputs, micro_batch: MicroBatch) -> LossOutput:
         """Compute the loss of a micro-batch and add it.
@@ -43,7 +47,13 @@ class MetricAccumulator:
         if self._error is None:
             try:
                 result = loss_fn(outputs, micro_batch)
+                if not isinstance(result, LossOutput):
+                    raise TypeError(
+                        f"the loss returned {type(result).__name__}; return LossOutput(total=..., "
+                        "denominator='tokens'), with sums over the micro-batch."
+                    )
                 self.add(result)
+                self._has_gradient |= result.total.requires_grad
                 return result
             except Exception as error:
                 self._error = error
@@ -54,9 +64,13 @@ class MetricAccumulator:
         """Add one micro-batch.
 
         Raises:
-            ValueError: A metric is called ``loss`` or ``error`` or changes its reduction, or a denominator is unknown.
+            ValueError: A metric has one of our names or changes its reduction, or a denominator is unknown.
         """
-        for name, meaning in ((_LOSS, "the total"), (ERROR, "what a loss raises")):
+        for name, meaning in (
+            (_LOSS, "the total"),
+            (ERROR, "what a loss raises"),
+            (GRADIENT, "its gradient's presence"),
+        ):
             if name in output.metrics:
                 raise ValueError(
                     f"a metric is called {name!r}, the name of {meaning}; call it 'policy_{name}' instead."
@@ -84,10 +98,15 @@ class MetricAccumulator:
         else:
             self._values[name] = self._values[name] + value
 
-    def finish(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+    def finish(self, gather: Callable[[Any], list[Any]], *, trained: bool = False) -> dict[str, float]:
         """Return the global metrics, the loss among them; collective over the world.
 
+        Args:
+            gather: Returns the host objects of all ranks, in rank order.
+            trained: Whether the loss is there to be minimised.
+
         Raises:
+            ValueError: On every rank: the loss has a gradient on none.
             ValueError: On every rank: ranks reduce the loss or a metric in different ways.
             Exception: What the loss raised on this rank.
             RuntimeError: The loss raised on another rank.
@@ -97,6 +116,8 @@ class MetricAccumulator:
         local: dict[str, Any] = {
             name: (number, self._reductions[name]) for name, number in zip(names, numbers, strict=True)
         }
+        if names:
+            local[GRADIENT] = (float(self._has_gradient), "max")
         if self._error is not None:
             local = {ERROR: f"{type(self._error).__name__}: {self._error}"}
         gathered = gather(local)
@@ -110,6 +131,13 @@ class MetricAccumulator:
                         "rank, also for a micro-batch without response tokens."
                     )
                 total[name] = (_combine(total[name][0], number, reduction) if name in total else number, reduction)
+        gradient, _ = total.pop(GRADIENT, (1.0, "max"))
+        if trained and not gradient:
+            raise ValueError(
+                "the loss has no gradient in any micro-batch, so nothing would be trained; compute its total from "
+                "outputs.log_probs, outputs.entropy or outputs.values, without detaching them, of a model that is not "
+                "frozen."
+            )
         result: dict[str, float] = {}
         for name, (number, reduction) in total.items():
             if reduction == "max" or reduction == "min":

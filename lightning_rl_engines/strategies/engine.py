@@ -272,7 +272,7 @@ class Engine(ABC):
                 columns = self._infer_rows(model, forward, batch, loss_fn, metrics)
             else:
                 self._train_rows(model, forward, batch, cast(LossFunction, loss_fn), metrics)
-        found = metrics.finish(self._gather_results)
+        found = metrics.finish(self._gather_results, trained=not forward_only)
         return BatchOutput(found.get("loss"), found, columns, batch.denominators.tokens)
 
     def train_batch(

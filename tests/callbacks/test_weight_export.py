@@ -154,6 +154,19 @@ def test_all_ranks_write_their_share(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], tensor + 1) for name, tensor in expected.items())
 
 
+def export_over_itself(source: str) -> None:
+    fit(source, 2, WeightExport(sink=HFFolderSink(path=f"{source}/../source")))
+
+
+def test_an_export_over_what_the_model_was_read_from_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tiny_model("llama").save_pretrained(source)
+    before = (source / "model.safetensors").read_bytes()
+    with pytest.raises(WorkerError, match=r"would replace .*source', which the model is read from"):
+        run_workers(2, export_over_itself, str(source))
+    assert (source / "model.safetensors").read_bytes() == before
+
+
 def fail_to_write(source: str, target: str) -> None:
     fit(source, 2, WeightExport(sink=HFFolderSink(path=target)))
 

@@ -15,7 +15,7 @@ from tests.strategies.test_invariance import compare_with_reference
 from tests.support import WorkerError, run_workers
 from tests.support.engine import EngineModule, with_engine
 from tests.support.lora import lora
-from tests.support.models import tiny_model_folder
+from tests.support.models import tiny_config, tiny_model, tiny_model_folder
 
 EXACT = ("cohere2", "deepseek_v3", "gemma3_text", "glm4_moe", "gpt2", "granite", "mixtral", "olmo2", "phi3")
 MORE = (
@@ -113,6 +113,14 @@ def test_a_check_of_a_whole_model_is_refused_where_no_rank_holds_one() -> None:
     folder = str(tiny_model_folder("llama"))
     with pytest.raises(WorkerError, match=r"check_forward=True.*torchtitan.*leave check_forward out"):
         run_workers(1, build, folder, None, {"check_forward": True}, {"engine": "torchtitan"})
+
+
+def test_weights_that_a_configuration_has_no_place_for_are_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = tiny_config("llama", num_hidden_layers=1)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(WorkerError, match=r"missing \[\], of another shape \[\], left over \['model.layers.1"):
+        run_workers(1, build, str(tmp_path), None, {}, {})
 
 
 def test_what_counts_as_rounding() -> None:

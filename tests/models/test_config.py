@@ -13,6 +13,8 @@ from tests.support.models import tiny_config
     ("model", "changes", "words"),
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 .* is set to 0"),
+        ("llama", {"embd_pdrop": 0.1}, "embd_pdrop=0.1 .* is set to 0"),
+        ("llama", {"layerdrop": 1}, "layerdrop=1 .* is set to 0"),
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits=True .* not added"),
     ],
 )

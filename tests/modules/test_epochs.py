@@ -1,5 +1,8 @@
 """A run that stopped within an epoch goes on where it stopped."""
 
+import json
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,55 @@ def test_a_run_that_stopped_goes_on_with_the_next_batch(tmp_path: Path, cut: str
     ((after, found),) = run_workers(1, run, str(tmp_path / "parts"), engine, resume=True, **whole)
     assert before + after == seen
     assert all(torch.equal(found[name], item) for name, item in expected.items())
+
+
+def again(folder: str, damage: str | None) -> list[str]:
+    """Warnings of a run into a folder that holds a checkpoint; or, of a damaged one, the error of a resumed run."""
+    if damage is None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(folder, "fsdp_ulysses", max_steps=1)
+        return [str(item.message) for item in caught]
+    for path in Path(folder, "last.ckpt").glob(damage):
+        os.truncate(path, 40)
+    with pytest.raises(ValueError, match=r"last.ckpt' cannot be read: its files were damaged or removed") as error:
+        run(folder, "fsdp_ulysses", resume=True, max_steps=2)
+    return [str(error.value)]
+
+
+def test_a_run_that_will_replace_a_checkpoint_says_so(tmp_path: Path) -> None:
+    for expected in (0, 1):
+        (messages,) = run_workers(1, again, str(tmp_path), None)
+        assert sum("is of an earlier run, and this run will replace it" in message for message in messages) == expected
+
+
+@pytest.mark.parametrize("damage", ["*.distcp", "meta.pt", ".metadata"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
+    run_workers(1, run, str(tmp_path), "fsdp_ulysses", max_steps=1)
+    run_workers(1, again, str(tmp_path), damage)
+
+
+def long_prompt(folder: str) -> int:
+    """Sampled batches before a prompt that no model position is left for is refused."""
+    module = PolicyModule(
+        policy=ModelConfig(from_config=QUICKSTART),
+        rollout=HFRollout(num_generations=2, max_new_tokens=4),
+        reward=first_letter,
+        optimizer=sgd,
+    )
+    watch = Watch(None)
+    data = PromptDataModule(train=f"{folder}/train.jsonl", batch_size=2)
+    with pytest.raises(
+        ValueError, match=r"prompt 5 has 64 tokens; .*the model's 64 positions. Set max_prompt_length=60"
+    ):
+        make_trainer(FSDPUlyssesStrategy(), max_steps=2, callbacks=[watch]).fit(module, data)
+    return len(watch.seen)
+
+
+def test_a_prompt_that_cannot_be_continued_is_refused_before_training(tmp_path: Path) -> None:
+    lines = [*(json.dumps({"prompt": [3, 4], "answer": "a"}) for _ in range(5)), json.dumps({"prompt": [3] * 64})]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    assert run_workers(1, long_prompt, str(tmp_path)) == [0]
 
 
 def test_a_loader_without_a_position_is_left_to_lightning() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rl_engines import ModelConfig, PolicyLoss
+from lightning_rl_engines import LossOutput, ModelConfig, PolicyLoss
 from lightning_rl_engines.strategies.global_batch import describe
 from tests.modules.cases import fit, policy_module
 from tests.strategies.reference import Documents, make_documents
@@ -262,3 +262,37 @@ def test_after_running_out_of_memory_the_rows_are_named_and_the_model_is_as_befo
     assert first == second
     assert f"max_tokens_per_micro_batch=48), its longest document {max(map(len, documents.input_ids))}." in first
     assert "gradient_checkpointing=True" in first
+
+
+def useless(folder: str, documents: Documents, options: dict[str, Any]) -> list[str]:
+    """On a rank: what is said of losses that cannot train, and a step that works after them."""
+
+    def detached(outputs: Any, micro_batch: Any) -> LossOutput:
+        return LossOutput(total=outputs.log_probs.detach().sum(), denominator="tokens")
+
+    def number(outputs: Any, micro_batch: Any) -> Any:
+        return outputs.log_probs.sum()
+
+    def body(module: EngineModule) -> list[str]:
+        engine, found = module.engine, []
+        good = mine(engine, documents)
+        for loss in (detached, number):
+            with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+                engine.train_batch(module.policy, module.optimizers(), good, loss)
+            found.append(str(caught.value))
+        engine.forward_backward_batch(module.policy, good, detached, forward_only=True)
+        assert engine.train_batch(module.policy, module.optimizers(), good, score_loss).metrics["grad_norm"] > 0
+        return found
+
+    return with_engine(body, ModelConfig(path=folder), **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"engine": "torchtitan"}, {"engine": "torchtitan", "pipeline_parallel_degree": 2}], ids=str
+)
+def test_a_loss_that_trains_nothing_is_refused_on_all_ranks(options: dict[str, Any]) -> None:
+    folder = str(tiny_model_folder("llama"))
+    documents = make_documents(folder, vocabulary=64)
+    for first, second in run_workers(2, useless, folder, documents, options):
+        assert "the loss has no gradient in any micro-batch" in first
+        assert "LossOutput(total=..., denominator='tokens')" in second or "the loss failed on rank" in second
