@@ -148,7 +148,10 @@ class RolloutEngine(ABC):
         """
 
     def teardown(self) -> None:  # noqa: B027 - an engine may hold nothing
-        """Free what :meth:`setup` made; every rank calls it."""
+        """Free what :meth:`setup` made; every rank calls it.
+
+        Modules leave this to the user, who may want to sample with the trained weights after a run, as in a notebook.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain data; the weights are not part of it."""

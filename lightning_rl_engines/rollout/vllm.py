@@ -1,9 +1,7 @@
 """Rollouts by vLLM servers."""
 
 import os
-import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,6 +18,7 @@ from lightning_rl_engines.models.config import DTypeName, torch_dtype
 from lightning_rl_engines.models.huggingface import load_causal_lm
 from lightning_rl_engines.rollout.base import Generation, Prompt, RolloutStrategy
 from lightning_rl_engines.rollout.decoding import DecodedSequence
+from lightning_rl_engines.rollout.handover import HandoverFolder
 from lightning_rl_engines.rollout.sampler import SamplingRollout
 from lightning_rl_engines.rollout.sampling import derive_seed
 from lightning_rl_engines.rollout.vllm_server import COMMAND, ServerFacts, VLLMServer
@@ -69,7 +68,8 @@ class VLLMRollout(SamplingRollout):
         stop: Further ends of a response: token ids (int) and strings.
         seed: Seed of the samples.
         weights_folder: A folder that ranks and servers see; what is written there is removed when the servers have
-            read it. ``None`` takes shared memory (or the temporary folder) where all servers run on this machine.
+            read it, or by the next run if this one is killed. ``None`` takes shared memory (or the temporary folder)
+            where all servers run on this machine.
         sleep: Let the servers give the memory of their accelerators back while the model trains: weights wait in host
             memory, keys and values are dropped. For servers on the trainer's own devices, which were started with
             ``--enable-sleep-mode``.
@@ -134,6 +134,7 @@ class VLLMRollout(SamplingRollout):
         self._facts: list[ServerFacts] = []
         self._versions = 0
         self._version: str | None = None
+        self._handover: HandoverFolder | None = None  # on rank 0
 
     # ---- set-up ----
 
@@ -151,10 +152,11 @@ class VLLMRollout(SamplingRollout):
         self._tied = _tied_names(model)
         self._stops = {"stop": strings, "stop_token_ids": self._stop_tokens(self._config, model_config, tokenizer)}
         self._facts = self._on_all_ranks(self._check_servers)
-        name = f"lightning-rl-weights-{uuid.uuid4().hex}"
-        # One name for all ranks and versions of this run; other runs may use the same servers after it.
-        (self._name, *_) = strategy.all_gather_objects(name, group="world")
-        self._folder = os.path.join(self.weights_folder or _fast_folder(), self._name)
+        self._folder = self._on_all_ranks(self._make_folder)
+
+    def _make_folder(self) -> str:
+        self._handover = HandoverFolder(self.weights_folder or _fast_folder())
+        return self._handover.model
 
     def _check_servers(self) -> list[ServerFacts]:
         facts = self._on_all_servers(VLLMServer.facts)
@@ -182,6 +184,9 @@ class VLLMRollout(SamplingRollout):
     @override
     def teardown(self) -> None:
         self._facts, self._version, self._tokenizer = [], None, None
+        if self._handover is not None:
+            self._handover.close()
+            self._handover = None
 
     # ---- weights ----
 
@@ -192,17 +197,17 @@ class VLLMRollout(SamplingRollout):
                 "VLLMRollout.update_weights before setup(): call setup(strategy, model_config, tokenizer)."
             )
         self._version = None
-        first = self._strategy.global_rank == 0
         sink = HFFolderSink(path=self._folder)
         try:
             drain(self._cast(named_tensors), sink, self._strategy, context=ExportContext(config=self._config))
             self._versions += 1
-            version = f"{self._name}-{self._versions}"
+            # Of this run alone: others may use the same servers after it.
+            version = f"{os.path.basename(os.path.dirname(self._folder))}-{self._versions}"
             self._on_all_ranks(lambda: self._load(version))
             self._version = version
         finally:
-            if first:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            if self._handover is not None:
+                self._handover.clear()
 
     def _cast(self, named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         untied = any(seen.head_untied for seen in self._facts)

@@ -32,7 +32,8 @@ class FakeVLLM(ThreadingHTTPServer):
         facts: What ``/server_info`` answers.
         dev_mode: Whether the routes for new weights exist.
         broken: Paths that answer with an error.
-        names: Names of the tensors in the folder that was read last.
+        folder: The folder that was read last.
+        names: Names of the tensors in it.
     """
 
     daemon_threads = True
@@ -50,6 +51,7 @@ class FakeVLLM(ThreadingHTTPServer):
         }
         self.dev_mode = True
         self.broken: set[str] = set()
+        self.folder = ""
         self.names: set[str] = set()
         self.lock = threading.Lock()
         self.model: Any = None
@@ -106,11 +108,11 @@ class FakeVLLM(ThreadingHTTPServer):
             assert self.paused, "weights change under running requests"
             assert not self.asleep
             assert self.facts["load_config"]["load_format"] != "dummy"
-            folder = body["kwargs"]["weights_path"]
-            with safe_open(f"{folder}/model.safetensors", "pt") as file:
+            self.folder = body["kwargs"]["weights_path"]
+            with safe_open(f"{self.folder}/model.safetensors", "pt") as file:
                 self.names = set(file.keys())
             with _LOADING:
-                self.model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+                self.model, loading = AutoModelForCausalLM.from_pretrained(self.folder, output_loading_info=True)
             assert not loading["missing_keys"]
             self.stale = True
         return {"results": [None]}

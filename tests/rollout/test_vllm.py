@@ -1,6 +1,6 @@
 """Rollouts by vLLM servers, against a server that samples with a Hugging Face model."""
 
-import glob
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,6 @@ from tests.support.lora import lora
 from tests.support.models import random_documents, reference_log_probs, tiny_model, tiny_model_folder
 
 LENGTHS = (3, 11, 1, 7)
-SHARED = "/dev/shm/lightning-rl-weights-*"
 
 
 @pytest.fixture
@@ -145,7 +144,8 @@ def test_new_weights_come_between_pause_and_resume_and_leave_no_files(server: Fa
     middle = ["POST /reset_prefix_cache", "POST /update_weight_version"]
     assert server.calls == ["POST /pause", *rpc, *middle, "POST /resume"]
     assert tokens(rollout.generate(some_prompts(), greedy=True)) != first
-    assert glob.glob(SHARED) == []
+    assert server.folder
+    assert not os.path.exists(server.folder)
 
 
 def test_weights_are_written_in_the_type_that_is_asked_for(server: FakeVLLM) -> None:
@@ -193,7 +193,8 @@ def test_a_failed_update_is_raised_and_leaves_the_server_running_and_the_rollout
         rollout.update_weights(walked)
     assert next(walked, None) is None, "the stream was walked to its end"
     assert not server.paused
-    assert glob.glob(SHARED) == []
+    assert server.folder
+    assert not os.path.exists(server.folder)
     with pytest.raises(RuntimeError, match="before update_weights"):
         rollout.generate(some_prompts())
 
@@ -329,7 +330,8 @@ def test_the_sampler_has_the_trainers_weights_after_each_update(name: str, serve
             assert row["train/rollout_log_prob_gap"] < 1e-5
             assert row["train/grad_norm"] > 0
         assert not any("nats" in message for message in messages)
-    assert glob.glob(SHARED) == []
+    assert server.folder
+    assert not os.path.exists(server.folder)
 
 
 def test_a_run_whose_server_sleeps_while_it_trains(server: FakeVLLM) -> None:
