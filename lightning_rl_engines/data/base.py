@@ -1,7 +1,7 @@
 """What our data modules share: one loader per data rank, its state, and Lightning's counters after a resume."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from lightning.pytorch import LightningDataModule
@@ -11,6 +11,8 @@ from lightning_rl_engines.data.loader import ShardedLoader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightning_rl_engines.data.experience import RecordedDocument
 
 Raw = TypeVar("Raw")
 Item = TypeVar("Item")
@@ -158,6 +160,10 @@ class ShardedDataModule(LightningDataModule, Generic[Raw, Item, Batch]):
     def items(self, split: Split) -> list[list[Item]]:
         """Return the encoded data sets of a split, each whole; after ``setup``."""
         return self._encoded(split)
+
+    def documents(self, split: Split) -> "Iterator[RecordedDocument]":
+        """Return the documents of a split where it holds some, each whole; prompts without a response are none."""
+        return iter(())
 
     def _encoded(self, split: Split) -> list[list[Item]]:
         if split not in self._items:

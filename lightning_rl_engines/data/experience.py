@@ -1,6 +1,7 @@
 """Recorded experience from files: prompts with responses that some policy gave."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,11 +30,15 @@ _FIXED = ("input_ids", "response_mask")
 
 @dataclass(frozen=True)
 class RecordedDocument:
-    """A prompt and its response as token ids, and its columns: a number, or one number per token of the document."""
+    """A prompt and its response as token ids, and its columns: a number, or one number per token of the document.
+
+    ``where`` names its row in errors.
+    """
 
     token_ids: list[int]
     response_length: int
     columns: dict[str, Any]
+    where: str = "a document"
 
 
 class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experience]):
@@ -141,7 +146,7 @@ class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experienc
                     raise ValueError(
                         f"{record.where}: column {column!r} is a list in some rows and a number in others."
                     )
-            documents.append(RecordedDocument([*prompt, *response], len(response), columns))
+            documents.append(RecordedDocument([*prompt, *response], len(response), columns, record.where))
         self._template = documents[0]
         if groups and split == "train" and self.shuffle:
             raise ValueError(
@@ -149,6 +154,10 @@ class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experienc
                 "groups in the file, and use shuffle=False."
             )
         return documents
+
+    @override
+    def documents(self, split: Split) -> Iterator[RecordedDocument]:
+        return (document for documents in self._encoded(split) for document in documents)
 
     @override
     def collate(self, items: list[RecordedDocument]) -> Experience:
@@ -234,15 +243,19 @@ def aligned(value: Any, prompt_length: int, response_length: int, where: str) ->
         where: Names row and column in errors.
 
     Raises:
-        ValueError: The value is neither.
+        ValueError: The value is neither, or not finite.
     """
     if not isinstance(value, list):
         if not isinstance(value, int | float):
             raise ValueError(f"{where} must be a number, or a list with one per response token, not {value!r}.")
+        if not math.isfinite(value):
+            raise ValueError(f"{where} is {value}; leave the row out.")
         # Always float: a batch whose rewards all happen to be whole must not have another type than the next.
         return float(value)
     if len(value) != response_length:
         raise ValueError(f"{where} has {len(value)} values for a response of {response_length} tokens.")
     if not all(isinstance(number, int | float) for number in value):
         raise ValueError(f"{where} holds something that is no number.")
+    if not all(math.isfinite(number) for number in value):
+        raise ValueError(f"{where} holds a number that is not finite; leave the row out.")
     return [0.0] * prompt_length + [float(number) for number in value]

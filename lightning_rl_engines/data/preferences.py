@@ -1,6 +1,6 @@
 """Preference pairs from files: a prompt, the response that was chosen, and the one that was rejected."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,12 @@ class PreferenceDataModule(ShardedDataModule[Record, PreferencePair, Experience]
             if not isinstance(value, list):
                 raise ValueError(f"{place} must be a list with one number per response token, not {value!r}.")
             columns["ref_log_probs"] = aligned(value, len(prompt), len(response), place)
-        return RecordedDocument([*prompt, *response], len(response), columns)
+        return RecordedDocument([*prompt, *response], len(response), columns, where)
+
+    @override
+    def documents(self, split: Split) -> Iterator[RecordedDocument]:
+        pairs = (pair for pairs in self._encoded(split) for pair in pairs)
+        return (document for pair in pairs for document in (pair.chosen, pair.rejected))
 
     @override
     def collate(self, items: list[PreferencePair]) -> Experience:

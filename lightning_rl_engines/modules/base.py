@@ -2,7 +2,7 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NoReturn, cast
 
 import pandas as pd
@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl_engines import _compat
+from lightning_rl_engines.data.base import ShardedDataModule, Split
+from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.modules.epochs import reopen_cut_epoch
 from lightning_rl_engines.modules.hyperparameters import plain
 from lightning_rl_engines.modules.optimization import apply_schedule, fill_total_steps, total_optimizer_steps
 from lightning_rl_engines.modules.summary import sharded_summaries
+from lightning_rl_engines.modules.training_data import Document, check_documents
 from lightning_rl_engines.optim import WarmupSchedule
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.strategies.engine import Engine, LossFunction
@@ -203,6 +206,24 @@ class RLModule(LightningModule):
         """Take the learning rate of this step from schedules whose length has changed since the last one."""
         for scheduler in self._open_schedules:
             apply_schedule(scheduler)
+
+    def check_data(self, model: TokenModel) -> None:
+        """Refuse training and validation data of which a pass could not take some; before the first step.
+
+        Args:
+            model: The model that reads the documents.
+
+        Raises:
+            ValueError: On all ranks, as all read the same data; the message names the row.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, ShardedDataModule):
+            for split in ("train", "val"):
+                check_documents(self.documents_of(data, split), model, self.max_tokens_per_micro_batch)
+
+    def documents_of(self, data: ShardedDataModule, split: Split) -> Iterator[Document]:
+        """Return the documents that a split brings, with the row each is from."""
+        return ((document.where, document.token_ids) for document in data.documents(split))
 
     def optimizer_and_scheduler(self, index: int = 0) -> tuple[Optimizer, LRSchedulerTypeUnion | None]:
         """Return an optimizer, in Lightning's wrapper that counts steps, and its scheduler.

@@ -101,6 +101,7 @@ class GenerationModule(RLModule):
     def on_train_start(self) -> None:
         """Give the rollout the weights that training starts from, and all prompts to look at."""
         super().on_train_start()
+        self.check_data(self.policy)
         self.sync_rollout()
         data = getattr(self.trainer, "datamodule", None)
         if self.rollout is not None and isinstance(data, ShardedDataModule):

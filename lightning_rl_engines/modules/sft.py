@@ -1,6 +1,6 @@
 """Supervised fine-tuning through the same engine: a warm-up for a policy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -8,9 +8,11 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 from lightning_rl_engines.algorithms import SFTLoss, TokenLoss
+from lightning_rl_engines.data.base import ShardedDataModule, Split
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.modules.supervised import DocumentModule
+from lightning_rl_engines.modules.training_data import Document
 from lightning_rl_engines.rollout.base import Prompt
 from lightning_rl_engines.sequence.experience import Experience
 
@@ -86,6 +88,14 @@ class SFTModule(DocumentModule):
             input_ids=[[*prompt.token_ids, *response] for prompt, response in documents],
             response_mask=[[0] * len(prompt.token_ids) + [1] * len(response) for prompt, response in documents],
         )
+
+    @override
+    def documents_of(self, data: ShardedDataModule, split: Split) -> Iterator[Document]:
+        yield from super().documents_of(data, split)
+        for items in data.items(split):
+            for prompt in items:
+                if isinstance(prompt, Prompt):
+                    yield f"Prompt {prompt.index} for {split}", [*prompt.token_ids, *self._response(prompt)]
 
     def _response(self, prompt: Prompt) -> Sequence[int]:
         value: Any = prompt.columns.get(self.completion_column)

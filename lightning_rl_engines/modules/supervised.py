@@ -112,6 +112,12 @@ class DocumentModule(RLModule):
         metrics["tokens_per_second"] = self.tokens_per_second(experience, started)
         self.finish_update({f"train/{name}": value for name, value in metrics.items()}, batch_size=len(experience))
 
+    @override
+    def on_train_start(self) -> None:
+        """Look at all documents that will come."""
+        super().on_train_start()
+        self.check_data(self.model)
+
     @property
     def _needs_entropy(self) -> bool:
         return bool(getattr(self.loss, "needs_entropy", False))

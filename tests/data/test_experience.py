@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def test_mapping_text_and_optional_columns(tmp_path: Path) -> None:
         ({"log_probs": None}, "line 2: column 'log_probs' is missing"),
         ({"log_probs": -1.0}, "line 2: column 'log_probs' is a list in some rows and a number in others"),
         ({"log_probs": [-1.0, "x", 0.0]}, "line 2: column 'log_probs' holds something that is no number"),
+        ({"log_probs": [-1.0, math.nan, 0.0]}, "line 2: column 'log_probs' holds a number that is not finite"),
+        ({"reward": math.inf}, "line 2: column 'reward' is inf; leave the row out"),
         ({"reward": "good"}, "line 2: column 'reward' must be a number"),
         ({"group_id": [1]}, "line 2: column 'group_id' must be a whole number or text"),
         ({"response": []}, "line 2: the response is empty"),

@@ -1,6 +1,5 @@
 """A run that stopped within an epoch goes on where it stopped."""
 
-import json
 import os
 import warnings
 from pathlib import Path
@@ -113,29 +112,6 @@ def test_a_run_that_will_replace_a_checkpoint_says_so(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
     run_workers(1, run, str(tmp_path), "fsdp_ulysses", max_steps=1)
     run_workers(1, again, str(tmp_path), damage)
-
-
-def long_prompt(folder: str) -> int:
-    """Sampled batches before a prompt that no model position is left for is refused."""
-    module = PolicyModule(
-        policy=ModelConfig(from_config=QUICKSTART),
-        rollout=HFRollout(num_generations=2, max_new_tokens=4),
-        reward=first_letter,
-        optimizer=sgd,
-    )
-    watch = Watch(None)
-    data = PromptDataModule(train=f"{folder}/train.jsonl", batch_size=2)
-    with pytest.raises(
-        ValueError, match=r"prompt 5 has 64 tokens; .*the model's 64 positions. Set max_prompt_length=60"
-    ):
-        make_trainer(FSDPUlyssesStrategy(), max_steps=2, callbacks=[watch]).fit(module, data)
-    return len(watch.seen)
-
-
-def test_a_prompt_that_cannot_be_continued_is_refused_before_training(tmp_path: Path) -> None:
-    lines = [*(json.dumps({"prompt": [3, 4], "answer": "a"}) for _ in range(5)), json.dumps({"prompt": [3] * 64})]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    assert run_workers(1, long_prompt, str(tmp_path)) == [0]
 
 
 def test_a_loader_without_a_position_is_left_to_lightning() -> None:

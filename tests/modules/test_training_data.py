@@ -1,0 +1,125 @@
+"""All data is looked at before the first step."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_rl_engines import (
+    DPOModule,
+    ExperienceDataModule,
+    FSDPUlyssesStrategy,
+    HFRollout,
+    ModelConfig,
+    PolicyModule,
+    PreferenceDataModule,
+    PromptDataModule,
+    RewardModelModule,
+    SFTModule,
+)
+from lightning_rl_engines.models import TokenModel
+from lightning_rl_engines.modules.training_data import check_documents
+from tests.modules.cases import even_tokens, sgd
+from tests.support import run_workers
+from tests.support.lightning_env import make_trainer
+
+POLICY = ModelConfig(from_config="examples/quickstart")  # 64 positions
+GOOD = [3, 4]
+
+
+class Steps(Callback):
+    """Counts training batches."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @override
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self.count += 1
+
+
+def parts(kind: str, file: str, **option: Any) -> tuple[Any, Any]:
+    """A module and data of its kind, for training or (``split``) only for validation."""
+    good, split = f"{Path(file).parent}/good.jsonl", option.pop("split", "train")
+    files = {"train": file} if split == "train" else {"train": good, "val": file}
+    if kind == "prompt":
+        rollout = HFRollout(num_generations=2, max_new_tokens=4)
+        policy = PolicyModule(policy=POLICY, rollout=rollout, reward=even_tokens, optimizer=sgd, **option)
+        return policy, PromptDataModule(**files, batch_size=2)
+    if kind == "experience":
+        recorded = ExperienceDataModule(**files, documents_per_batch=2)
+        return PolicyModule(policy=POLICY, optimizer=sgd, **option), recorded
+    if kind == "sft":
+        tuned = SFTModule(policy=POLICY, optimizer=sgd, completion_column="response", **option)
+        return tuned, PromptDataModule(**files, batch_size=2, shuffle=False)
+    pairs = PreferenceDataModule(**files, batch_size=2, shuffle=False)
+    if kind == "dpo":
+        return DPOModule(policy=POLICY, optimizer=sgd, **option), pairs
+    return RewardModelModule(reward_model=ModelConfig(from_config=POLICY.from_config, head="value"), **option), pairs
+
+
+def fit(kind: str, file: str, message: str, option: dict[str, Any]) -> int:
+    module, data = parts(kind, file, **option)
+    steps = Steps()
+    trainer = make_trainer(FSDPUlyssesStrategy(), max_steps=2, callbacks=[steps], num_sanity_val_steps=0)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, data)
+    return steps.count
+
+
+def row(**changes: Any) -> str:
+    base = {"prompt": GOOD, "response": GOOD, "chosen": GOOD, "rejected": GOOD, "advantages": 1.0}
+    return json.dumps({**base, **changes})
+
+
+LONG = [3] * 63
+VOCABULARY = r"token id 999, but the vocabulary ends at \d+; encode it with the model's own tokenizer"
+CASES = {
+    "prompt-long": (
+        "prompt",
+        {"prompt": [3] * 64},
+        r"prompt 5 has 64 tokens; .*the model's 64 positions. Set max_prompt_length=60",
+        {},
+    ),
+    "experience-vocabulary": ("experience", {"response": [3, 999]}, rf"bad.jsonl, line 6: {VOCABULARY}", {}),
+    "experience-validation": (
+        "experience",
+        {"response": [999]},
+        rf"bad.jsonl, line 6: {VOCABULARY}",
+        {"split": "val"},
+    ),
+    "experience-budget": (
+        "experience",
+        {"response": [3] * 20},
+        "line 6: 22 tokens, more than max_tokens_per_micro_batch=16 allows in a row; raise it to at least 22",
+        {"max_tokens_per_micro_batch": 16},
+    ),
+    "sft-vocabulary": ("sft", {"prompt": [999]}, f"Prompt 5 for train: {VOCABULARY}", {}),
+    "dpo-vocabulary": ("dpo", {"rejected": [999]}, f"line 6: column 'rejected': {VOCABULARY}", {}),
+    "reward-budget": (
+        "reward",
+        {"chosen": LONG},
+        "line 6: column 'chosen': 65 tokens, more than max_tokens_per_micro_batch=64",
+        {"max_tokens_per_micro_batch": 64},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_that_no_pass_takes_is_refused_before_training(tmp_path: Path, case: str) -> None:
+    kind, changes, message, option = CASES[case]
+    (tmp_path / "good.jsonl").write_text("\n".join([row()] * 5))
+    (tmp_path / "bad.jsonl").write_text("\n".join([*[row()] * 5, row(**changes)]))
+    assert run_workers(1, fit, kind, str(tmp_path / "bad.jsonl"), message, option) == [0]
+
+
+def test_a_model_with_a_table_of_positions_ends_with_it() -> None:
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=8))
+    model = cast(TokenModel, SimpleNamespace(config=config, longest_document=4))
+    check_documents([("row 1", [7] * 4), ("row 2", [])], model, None)
+    with pytest.raises(ValueError, match="row 2: 5 tokens, and the model has max_position_embeddings=4"):
+        check_documents([("row 1", [7] * 4), ("row 2", [7] * 5)], model, None)
