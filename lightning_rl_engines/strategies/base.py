@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,13 @@ from lightning_rl_engines.strategies.checkpoints import ShardedCheckpoints
 from lightning_rl_engines.strategies.launcher import ForkLauncher, HereLauncher, ScriptLauncher, follow_launcher
 from lightning_rl_engines.strategies.loss_scale import LossScale
 from lightning_rl_engines.strategies.offload import Offloader
+from lightning_rl_engines.strategies.optimizer_check import require_exact_optimizer
 from lightning_rl_engines.strategies.precision import EnginePrecision
 from lightning_rl_engines.strategies.ranks import MeshRanks
+from lightning_rl_engines.strategies.validation import refuse_callbacks
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 # What Lightning itself makes of Trainer(precision=...) for its own strategies.
 _FROM_TRAINER = (Precision, FSDPPrecision, HalfPrecision, MixedPrecision)
@@ -109,6 +114,11 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
         return dtype
 
     # ---- processes ----
+
+    @override
+    def connect(self, model: "LightningModule") -> None:
+        super().connect(model)
+        refuse_callbacks(model.trainer)
 
     @override
     def _configure_launcher(self) -> None:
@@ -240,7 +250,17 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
         with self._offloader.loaded(model=model, grad=model if grad else None):
             yield from stream
 
-    # ---- gradients ----
+    # ---- optimizers and gradients ----
+
+    @override
+    def setup_optimizers(self, trainer: "Trainer") -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            require_exact_optimizer(optimizer, self._cut_like_parameters)
+
+    @abstractmethod
+    def _cut_like_parameters(self, matrix: Tensor) -> Sequence[Tensor]:
+        """Cut a matrix as the parameters of models are; by all ranks."""
 
     @override
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:

@@ -1,7 +1,7 @@
 """FSDP1 sharding with Ulysses sequence parallelism, as a Lightning strategy."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
@@ -215,7 +215,12 @@ class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  
                 end_aborted_passes(model)  # or weights could be neither saved nor exported
                 raise
 
-    # ---- engine: gradients ----
+    # ---- engine: optimizers and gradients ----
+
+    @override
+    def _cut_like_parameters(self, matrix: Tensor) -> Sequence[Tensor]:
+        # FSDP1 cuts a flat tensor wherever a rank's part ends, in the middle of rows too.
+        return matrix.flatten().tensor_split([matrix.numel() // 2 - 1])
 
     @override
     def _gradient_scale(self, model: nn.Module) -> float:

@@ -1,7 +1,7 @@
 """TorchTitan models under FSDP2, HSDP, tensor, context, expert and pipeline parallelism, as a Lightning strategy."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -323,7 +323,12 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
             finally:
                 titan.come_to_rest()
 
-    # ---- engine: gradients ----
+    # ---- engine: optimizers and gradients ----
+
+    @override
+    def _cut_like_parameters(self, matrix: Tensor) -> Sequence[Tensor]:
+        placements = [Replicate(), Shard(0), Replicate(), Shard(1)]  # pp, dp, sp, tp
+        return [distribute_tensor(matrix.to(self.root_device), self.mesh, placements)]
 
     @override
     def _gradient_scale(self, model: nn.Module) -> float:

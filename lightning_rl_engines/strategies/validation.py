@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_rl_engines.checkpoint.training import token_models
@@ -31,6 +34,20 @@ def require_engine_models(module: nn.Module) -> None:
             "gradients nor save it; build models with strategy.build_model(ModelConfig(...)), or freeze it with "
             "requires_grad_(False)."
         )
+
+
+def refuse_callbacks(trainer: Trainer) -> None:
+    """Refuse callbacks that copy or cut a module's parameters, which here are sharded or do not exist yet.
+
+    Raises:
+        MisconfigurationException: With the name of one.
+    """
+    for callback in getattr(trainer, "callbacks", ()):
+        if isinstance(callback, ModelPruning | StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"the callback {type(callback).__name__} works on whole parameters, and this strategy's are sharded; "
+                "leave it out, or average exported weights (WeightExport) afterwards."
+            )
 
 
 def require_divisor(name: str, value: int, world: int) -> None:
