@@ -45,12 +45,15 @@ def load_hf_model(
         empty: Build the architecture and read no weights.
 
     Raises:
-        ValueError: The weights do not fit the configuration, naming what is missing or left over.
+        ValueError: The weights do not fit the configuration, naming what is missing or left over; or the family has
+            no value head.
     """
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     factory: Any = AutoModelForCausalLM if config.head == "lm" else AutoModelForTokenClassification
     hf_config = config.load_hf_config()
+    if config.head == "value":
+        _require_value_head(factory, hf_config, config)
     if empty or config.path is None:
         model = _from_config(factory, config, hf_config, dtype, device, attn_implementation)
     else:
@@ -62,6 +65,23 @@ def load_hf_model(
             if parameter.is_floating_point() and parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
     return cast("PreTrainedModel", model.eval())
+
+
+def _require_value_head(factory: Any, hf_config: "PretrainedConfig", config: ModelConfig) -> None:
+    """Refuse a family whose token classification model is missing, or other than a linear layer called ``score``."""
+    from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+
+    own_code = factory.__name__ in (getattr(hf_config, "auto_map", None) or {})
+    known = own_code or type(hf_config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    if known:
+        model = _from_config(factory, config, hf_config, torch.float32, "meta", "eager")
+        if isinstance(getattr(model, "score", None), nn.Linear):
+            return
+    lack = "calls the head of its token classification otherwise than 'score'" if known else "has no such model"
+    raise ValueError(
+        f"ModelConfig(head='value') needs a token classification model, and {hf_config.model_type!r} {lack} in "
+        "transformers; use a family such as llama, mistral, phi, qwen2 or qwen3."
+    )
 
 
 def load_causal_lm(config: ModelConfig, **kwargs: Any) -> "PreTrainedModel":

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from lightning_rl_engines.models import ModelConfig
 from lightning_rl_engines.models import huggingface as module
 from lightning_rl_engines.models.huggingface import load_hf_model
+from tests.models.architectures import save_small_model
 from tests.support.models import tiny_config, tiny_model_folder
 
 
@@ -79,3 +80,13 @@ def test_a_trained_head_under_another_name_is_not_lost_in_silence(said, tmp_path
     with pytest.raises(ValueError, match=r"missing \[.*'score\.weight'\], left over \[.*'v_head\.weight'\]"):
         critic(tmp_path / "other")
     assert said == []
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("falcon", "calls the head of its token classification otherwise than 'score'"), ("olmo2", "has no such model")],
+)
+def test_a_family_without_a_value_head_is_refused_by_name(tmp_path, family, reason):
+    folder = save_small_model(tmp_path, family)
+    with pytest.raises(ValueError, match=f"head='value'.*'{family}' {reason} in transformers; use a family such as"):
+        load_hf_model(ModelConfig(path=folder, head="value"))
