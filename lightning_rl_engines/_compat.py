@@ -7,6 +7,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+# A module's `device`, which Lightning sets only where it moves the whole module itself.
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties as set_device_of
+
 # What Lightning does at exit with the groups that it starts; one process has a group that we start.
 from lightning.fabric.utilities.distributed import _destroy_dist_connection as destroy_group_at_exit
 
@@ -54,6 +57,7 @@ __all__ = [
     "return_hidden_states",
     "revert_weight_conversion",
     "set_adapter_disabled",
+    "set_device_of",
     "sharding_of",
     "without_checkpoint",
 ]

@@ -29,6 +29,7 @@ from lightning_rl_engines.strategies.base import EngineStrategy
 from lightning_rl_engines.strategies.engine import WeightsMode
 from lightning_rl_engines.strategies.forward_check import require_plain_outputs
 from lightning_rl_engines.strategies.loading import load_on_rank_zero
+from lightning_rl_engines.strategies.placing import move_around_models
 from lightning_rl_engines.strategies.sharding import FSDPLayout, fsdp_layout, shard
 from lightning_rl_engines.strategies.validation import require_divisor, require_engine_models, require_size
 
@@ -157,7 +158,9 @@ class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  
         # The token models inside the LightningModule are FSDP roots; the module itself is not wrapped, so that
         # backward passes inside training_step and several models in one module work.
         require_engine_models(model)
-        return model.to(self.root_device) if self.root_device.type != "cpu" else model
+        assert self.lightning_module is not None
+        move_around_models(self.lightning_module, self.root_device)
+        return model
 
     # ---- engine: models ----
 

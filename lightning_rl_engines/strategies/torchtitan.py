@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl_engines._compat import join_process_group
-from lightning_rl_engines.checkpoint.module_state import engine_models
 from lightning_rl_engines.models.config import DTypeName, ModelConfig, torch_dtype
 from lightning_rl_engines.models.titan_library import prepare_torchtitan, require_torchtitan
 from lightning_rl_engines.models.token_model import TokenModel
@@ -32,6 +31,7 @@ from lightning_rl_engines.strategies.engine import WeightsMode
 from lightning_rl_engines.strategies.offload import local_part
 from lightning_rl_engines.strategies.pipeline import PipelinePasses
 from lightning_rl_engines.strategies.pipeline_order import stages_per_rank
+from lightning_rl_engines.strategies.placing import move_around_models
 from lightning_rl_engines.strategies.row_lengths import compiled_length, padded_length
 from lightning_rl_engines.strategies.validation import require_engine_models
 
@@ -227,9 +227,8 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        # The engine's models are where they belong; what else the module holds follows.
-        assert self.model is not None
-        _move_around(self.model, {root for _, root in engine_models(self.model)}, self.root_device)
+        assert self.lightning_module is not None
+        move_around_models(self.lightning_module, self.root_device)
 
     # ---- engine: models ----
 
@@ -364,21 +363,6 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
             for gradient in gradients:
                 local_part(gradient).mul_(factor.to(gradient.device, local_part(gradient).dtype))
         return norm
-
-
-def _move_around(module: nn.Module, models: set[nn.Module], device: torch.device) -> None:
-    """Move a module to the device, but for these models in it."""
-    for child in module.children():
-        if child in models:
-            continue
-        if models.isdisjoint(child.modules()):
-            child.to(device)
-        else:
-            _move_around(child, models, device)
-    for name, buffer in module._buffers.items():
-        module._buffers[name] = None if buffer is None else buffer.to(device)
-    for parameter in module.parameters(recurse=False):
-        parameter.data = parameter.data.to(device)
 
 
 def _require(name: str, value: Any, legal: tuple[Any, ...]) -> None:
