@@ -44,17 +44,18 @@ class UpdateCheckpoint(ModelCheckpoint):
         if self.dirpath is None:
             self.dirpath = os.path.realpath(os.path.join(trainer.default_root_dir, "checkpoints"))
         super().setup(trainer, pl_module, stage)
-        last = os.path.join(self.dirpath, f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")
-        if stage == "fit" and trainer.ckpt_path is None and os.path.exists(last):
-            rank_zero_warn(
-                f"{last} is of an earlier run, and this run will replace it. To go on with that run, use "
-                "ckpt_path='last' (--ckpt_path last); to keep it, choose another default_root_dir."
-            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seen_updates = _updates(pl_module)
         self._saved_updates = None
+        last = os.path.join(str(self.dirpath), f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")
+        # Only now is it known where the run goes on from.
+        if trainer.ckpt_path is None and not self._seen_updates and os.path.exists(last):
+            rank_zero_warn(
+                f"{last} is of an earlier run, and this run will replace it. To go on with that run, use "
+                "ckpt_path='last' (--ckpt_path last); to keep it, choose another default_root_dir."
+            )
 
     @override
     def on_train_batch_end(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from filelock import BaseFileLock, FileLock, Timeout
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -16,6 +17,9 @@ from lightning_rl_engines.checkpoint.training import Gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+LOCK = ".lock"
+"""Empty file that the writing run holds, in each folder of checkpoints."""
 
 
 class CheckpointSaver:
@@ -38,7 +42,29 @@ class CheckpointSaver:
         self._group: ProcessGroup | None = None
         self._stager: DefaultStager | None = None
         self._under_way: list[Future[BaseException | None]] = []
-        self._cleaned: set[Path] = set()
+        self._claims: dict[Path, BaseFileLock | None] = {}
+
+    def claim(self, folder: Path) -> None:
+        """Keep other runs from writing into a folder until :meth:`close`, and remove what dead ones left there.
+
+        For the rank that is the writer; others have nothing to do. The system gives the claim up if the process dies.
+
+        Raises:
+            RuntimeError: Another run writes there.
+        """
+        if not self._is_writer or folder in self._claims:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._claims[folder] = _lock(folder)
+        except Timeout as error:
+            raise RuntimeError(
+                f"another run writes checkpoints into {str(folder)!r}; give this one a folder of its own, with "
+                "UpdateCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
+            ) from error
+        except OSError:
+            self._claims[folder] = None  # not every file system has locks
+        remove_leftovers(folder)
 
     def save(self, state: dict[str, Any], metadata: Mapping[str, Any], path: Path, *, background: bool) -> None:
         """Write a checkpoint; collective over the world.
@@ -111,8 +137,12 @@ class CheckpointSaver:
         return errors[0] if errors else None
 
     def close(self) -> BaseException | None:
-        """Wait as :meth:`join` does, and end the thread; a later save starts another one."""
+        """Wait as :meth:`join` does, end the thread and give claims up; a later save makes both anew."""
         error = self.join()
+        for lock in self._claims.values():
+            if lock is not None:
+                _unlock(lock)
+        self._claims = {}
         if self._executor is not None:
             self._executor.shutdown()
         if self._stager is not None:
@@ -121,9 +151,7 @@ class CheckpointSaver:
         return error
 
     def _open(self, path: Path) -> None:
-        if path.parent not in self._cleaned:
-            remove_leftovers(path.parent)
-            self._cleaned.add(path.parent)
+        self.claim(path.parent)
         open_scratch(path)
 
     def _write(
@@ -155,3 +183,19 @@ class CheckpointSaver:
         if failed:
             rank, text = failed[0]
             raise RuntimeError(f"A checkpoint could not be written; rank {rank} says: {text}") from error
+
+
+def _lock(folder: Path) -> BaseFileLock:
+    # One object per folder, which counts: Trainers of one process may overlap. A soft lock would outlive the process.
+    lock = FileLock(folder / LOCK, is_singleton=True, thread_local=False, fallback_to_soft=False)
+    while True:
+        lock.acquire(blocking=False)
+        if Path(lock.lock_file).exists():
+            return lock
+        lock.release()  # of a file that its last owner has just removed
+
+
+def _unlock(lock: BaseFileLock) -> None:
+    if lock.lock_counter == 1:
+        Path(lock.lock_file).unlink(missing_ok=True)
+    lock.release()

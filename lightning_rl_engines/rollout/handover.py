@@ -34,8 +34,9 @@ class HandoverFolder:
             self.folder = Path(root, f"{PREFIX}{uuid.uuid4().hex}")
             self.folder.mkdir()
             self._lock = _lock_of(self.folder)
-            self._lock.acquire()
-            if Path(self._lock.lock_file).exists():
+            with suppress(OSError):  # not every file system has locks
+                self._lock.acquire()
+            if self.folder.exists():
                 break
             # Another new process took it for one that was left before it was locked.
             self._lock.release()
@@ -71,4 +72,4 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def _lock_of(folder: Path) -> FileLock:
-    return FileLock(folder / _LOCK, thread_local=False)
+    return FileLock(folder / _LOCK, thread_local=False, fallback_to_soft=False)

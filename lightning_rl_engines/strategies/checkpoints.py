@@ -85,6 +85,8 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
             self._require_saver().save(state, metadata, path, background=self.async_checkpoint and running)
         finally:
             self._offloader.offload_again()
+            if not running:
+                self._require_saver().close()
 
     def _require_saver(self) -> CheckpointSaver:
         if self._saver is None:
@@ -151,7 +153,27 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
                 "ModelCheckpoint(save_last='link') with async_checkpoint=True would link to a checkpoint that is not "
                 "there yet; use save_last=True."
             )
+        if trainer.state.fn == TrainerFn.FITTING:
+            folders = (getattr(item, "dirpath", None) for item in trainer.checkpoint_callbacks)
+            self._claim([Path(folder) for folder in folders if folder is not None])
         super().setup(trainer)
+
+    def _claim(self, folders: list[Path]) -> None:
+        """Refuse folders that another run writes checkpoints into; those that are missing are seen at the first save.
+
+        Raises:
+            RuntimeError: On all ranks.
+        """
+        error: RuntimeError | None = None
+        try:
+            for folder in folders:
+                if folder.is_dir():
+                    self._require_saver().claim(folder)
+        except RuntimeError as failure:
+            error = failure
+        texts = [text for text in self.all_gather_objects(error and str(error)) if text is not None]
+        if texts:
+            raise RuntimeError(texts[0]) from error
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -167,7 +167,7 @@ def test_pairs_that_do_not_work_are_refused_by_all_ranks_together() -> None:
         first,
         (
             ["unit 11", "data ranks 0 and 1", "group_ids", "balance=True"],
-            ["unit 11", "29 tokens", "budget=21"],
+            ["unit 11", "29 tokens", "max_tokens_per_micro_batch=21"],
             ["group_ids=4 has 2 documents, 2 of them preferred"],
             ["rank 1", "'preferred'"],
         ),
