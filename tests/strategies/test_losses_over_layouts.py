@@ -22,6 +22,7 @@ from lightning_rl_engines.algorithms import (
 )
 from lightning_rl_engines.sequence import MicroBatch
 from tests.strategies.checks import assert_gradients, assert_number, backward
+from tests.strategies.layouts import titan
 from tests.strategies.reference import Documents, make_documents, reference_gradients
 from tests.support import WorkerError, run_workers
 from tests.support.engine import EngineModule, share, with_engine
@@ -128,13 +129,13 @@ def plain_loss(model: Any, documents: Documents, name: str) -> Tensor:
 
 
 @cache
-def expected_of(name: str) -> tuple[float, dict[str, Tensor]]:
-    folder = str(tiny_model_folder(MODEL))
+def expected_of(name: str, model: str = MODEL) -> tuple[float, dict[str, Tensor]]:
+    folder = str(tiny_model_folder(model))
     documents = make_documents(folder, vocabulary=64)
     return reference_gradients(folder, lambda model: plain_loss(model, documents, name))
 
 
-def run_losses(folder: str, documents: Documents, sequence_size: int) -> Any:
+def run_losses(folder: str, documents: Documents, layout: dict[str, Any]) -> Any:
     """On a rank: every loss, packed in one row and in several."""
 
     def body(module: EngineModule) -> Any:
@@ -148,20 +149,44 @@ def run_losses(folder: str, documents: Documents, sequence_size: int) -> Any:
                 )
         return found
 
-    return with_engine(body, ModelConfig(path=folder), ulysses_sp_size=sequence_size)
+    return with_engine(body, ModelConfig(path=folder), **layout)
 
 
-@pytest.mark.parametrize(("world", "sp"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
-def test_every_loss_has_the_gradients_of_the_plain_model(world: int, sp: int) -> None:
-    folder = str(tiny_model_folder(MODEL))
+def check_losses(model: str, world: int, layout: dict[str, Any]) -> None:
+    """Compare every loss on ``world`` ranks with the plain model."""
+    folder = str(tiny_model_folder(model))
     documents = make_documents(folder, vocabulary=64)
-    for found in run_workers(world, run_losses, folder, documents, sp):
+    for found in run_workers(world, run_losses, folder, documents, layout):
         for (name, budget), (loss, metrics, gradients) in found.items():
-            expected_loss, expected = expected_of(name)
+            expected_loss, expected = expected_of(name, model)
             assert_number(loss, expected_loss, (name, budget))
             assert_gradients(gradients, expected, (name, budget))
             if name in ("gspo", "cispo"):
                 assert 0 < metrics["clip_fraction"] < 1, name
+
+
+@pytest.mark.parametrize(("world", "sp"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
+def test_every_loss_has_the_gradients_of_the_plain_model(world: int, sp: int) -> None:
+    check_losses(MODEL, world, {"ulysses_sp_size": sp})
+
+
+# One head of keys and values cannot be split.
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("dp2", MODEL),
+        ("replicate2", MODEL),
+        ("tp2", "llama"),
+        ("cp2", MODEL),
+        ("cp2-headtail", MODEL),
+        ("cp2-ptrr", MODEL),
+        ("ep2", "qwen3_moe"),
+        pytest.param("cp2-tp2", "llama", marks=pytest.mark.exhaustive),
+        pytest.param("ep2-tp2", "qwen3_moe", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_loss_has_the_gradients_of_the_plain_model_under_torchtitan(layout: str, model: str) -> None:
+    check_losses(model, *titan(layout))
 
 
 def run_with(folder: str, shapes: dict[str, Any], sequence_size: int, budget: int | None) -> Any:

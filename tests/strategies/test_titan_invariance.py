@@ -11,37 +11,13 @@ import torch
 from lightning_rl_engines import ModelConfig
 from tests.models.titan import test_deepseek, test_gpt_oss
 from tests.models.titan.exactness import hugging_face_model
+from tests.strategies.layouts import LAYOUTS
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.test_invariance import GRID, compare_with_reference
 from tests.support import run_workers
 from tests.support.engine import EngineModule, with_engine
 from tests.support.models import reference_log_probs, tiny_model
 from tests.support.pairwise import pairwise
-
-_TP, _CP, _EP = "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"
-_HSDP, _BALANCER = "data_parallel_replicate_degree", "context_parallel_load_balancer"
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "dp2": (2, {}),
-    "replicate2": (2, {_HSDP: 2}),
-    "hsdp2x2": (4, {_HSDP: 2}),
-    "tp2": (2, {_TP: 2}),
-    "cp2": (2, {_CP: 2, _BALANCER: None}),
-    "cp2-headtail": (2, {_CP: 2, _BALANCER: "headtail"}),
-    "cp2-ptrr": (2, {_CP: 2, _BALANCER: "ptrr"}),
-    "dp2-tp2": (4, {_TP: 2}),
-    "cp2-tp2": (4, {_CP: 2, _TP: 2}),
-    "ep2": (2, {_EP: 2}),
-    "ep2-dp2": (4, {_EP: 2}),
-    "ep4": (4, {_EP: 4}),
-    "ep2-tp2": (4, {_EP: 2, _TP: 2}),
-    "ep2-cp2": (4, {_EP: 2, _CP: 2}),
-    "ep2-hsdp": (4, {_EP: 2, _HSDP: 2}),
-    "dp2-cp2-tp2": (8, {_CP: 2, _TP: 2}),
-    "dp2-cp2-tp2-ep4": (8, {_CP: 2, _TP: 2, _EP: 4}),
-}
-"""Number of ranks and arguments of the strategy. Pipelines have tests of their own."""
 
 SMALL = tuple(name for name, (world, _) in LAYOUTS.items() if world <= 2)
 PRODUCTS = tuple(name for name, (world, _) in LAYOUTS.items() if world == 4)
@@ -64,7 +40,7 @@ def _legal(case: dict[str, Any]) -> bool:
     sparse = case.get("model") == "qwen3_moe"
     if case.get("model") == "odd_vocab" and LAYOUTS[case.get("layout", "one")][0] == 8:
         return False  # refused: torch cannot place the parts of 97 rows
-    return sparse or _EP not in options or "model" not in case
+    return sparse or "expert_parallel_degree" not in options or "model" not in case
 
 
 def _id(value: Any) -> str:
@@ -114,7 +90,7 @@ def test_every_pair_of_options_equals_the_plain_model(first: int, case: dict[str
 def test_products_of_axes_equal_the_plain_model(index: int) -> None:
     """Every aggregation and way to micro-batch; models and options change with the layout."""
     layout = PRODUCTS[index]
-    dense = _EP not in LAYOUTS[layout][1]
+    dense = "expert_parallel_degree" not in LAYOUTS[layout][1]
     case = {
         "layout": layout,
         "model": ("llama_tied", "odd_vocab")[index % 2] if dense else "qwen3_moe",
