@@ -136,7 +136,7 @@ def test_padding_needs_no_positions_that_a_model_lacks(tmp_path: Path) -> None:
     with torch.no_grad():
         (expected,), _ = reference_log_probs(model, documents.input_ids[:1])
     expected = expected * documents.response_mask[0]
-    for found in run_workers(2, short_log_probs, str(tmp_path), documents, {_TP: 2}):
+    for found in run_workers(2, short_log_probs, str(tmp_path), documents, {"tensor_parallel_degree": 2}):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
