@@ -15,6 +15,7 @@ from lightning_rl_engines.modules import PolicyModule
 from lightning_rl_engines.rollout import HFRollout, Prompt
 from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.strategies import FSDPUlyssesStrategy
+from tests.support.engine import sharing_strategy
 from tests.support.lightning_env import make_trainer
 from tests.support.models import tiny_model_folder
 
@@ -60,7 +61,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def policy_module(model: str = "llama", **options: Any) -> PolicyModule:
+def policy_module(model: str = "llama", kind: type[PolicyModule] = PolicyModule, **options: Any) -> Any:
     options = {
         "policy": ModelConfig(path=str(tiny_model_folder(model))),
         "rollout": HFRollout(num_generations=4, max_new_tokens=6),
@@ -68,7 +69,7 @@ def policy_module(model: str = "llama", **options: Any) -> PolicyModule:
         "optimizer": sgd,
         **options,
     }
-    return PolicyModule(**options)
+    return kind(**options)
 
 
 def weights(module: PolicyModule) -> dict[str, torch.Tensor]:
@@ -80,13 +81,14 @@ def fit(
     module: PolicyModule,
     *,
     sp: int = 1,
+    split: str = "sp",
     batch_size: int = 2,
     train: Callable[[], DataLoader] | None = None,
     val: DataLoader | None = None,
     **trainer_options: Any,
 ) -> Any:
     """Fit under the engine and return the trainer."""
-    trainer = make_trainer(FSDPUlyssesStrategy(ulysses_sp_size=sp), **{"max_epochs": 1, **trainer_options})
+    trainer = make_trainer(sharing_strategy(sp, split), **{"max_epochs": 1, **trainer_options})
     trainer.fit(module, train() if train else loader(prompts(), batch_size), val)
     return trainer
 
@@ -95,15 +97,16 @@ def history(module: PolicyModule) -> list[dict[str, float]]:
     return module.history.to_dict("records")
 
 
-def run_two_updates(sp: int, **options: Any) -> dict[str, Any]:
-    module = policy_module(**options)
-    trainer = fit(module, sp=sp, batch_size=2, limit_train_batches=2)
+def run_two_updates(sp: int, split: str = "sp", **options: Any) -> dict[str, Any]:
+    module = policy_module(kind=Spy, **options)
+    trainer = fit(module, sp=sp, split=split, batch_size=2, limit_train_batches=2)
     return {
         "history": history(module),
         "updates": module.updates,
         "hparams": dict(module.hparams),
         "global_step": trainer.global_step,
         "weights": weights(module),
+        "sampled": {name: module.seen[name] for name in ("input_ids", "response_mask", "rollout_log_probs")},
         "logged": {name: float(value) for name, value in trainer.logged_metrics.items()},
     }
 
@@ -152,7 +155,11 @@ class Spy(PolicyModule):
 
 
 def run_experience(
-    parts: dict[int, list[list[int]]], sp: int = 1, columns: dict[str, Any] | None = None, **options: Any
+    parts: dict[int, list[list[int]]],
+    sp: int = 1,
+    split: str = "sp",
+    columns: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train on recorded experience split over data ranks: ``parts[world // sp][data rank]`` are document indices."""
     ranks = int(os.environ["WORLD_SIZE"]) // sp
@@ -161,6 +168,7 @@ def run_experience(
     trainer = fit(
         module,
         sp=sp,
+        split=split,
         train=lambda: experience_loader(recorded(mine, **(columns or {}))),
         use_distributed_sampler=False,
     )

@@ -154,7 +154,7 @@ def all_weights(module: ActorCriticModule) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def run_update(parts: list[list[int]], sp: int) -> dict[str, Any]:
+def run_update(parts: list[list[int]], sp: int, split: str) -> dict[str, Any]:
     """One update of two epochs on the documents of this data rank."""
     policy, critic = folders()
     mine = parts[int(os.environ["RANK"]) // sp]
@@ -174,7 +174,9 @@ def run_update(parts: list[list[int]], sp: int) -> dict[str, Any]:
         critic_max_tokens_per_micro_batch=12,
     )
     experience = Experience.from_documents(**documents()).select(mine)
-    trainer = fit(module, sp=sp, train=lambda: experience_loader(experience), use_distributed_sampler=False)
+    trainer = fit(
+        module, sp=sp, split=split, train=lambda: experience_loader(experience), use_distributed_sampler=False
+    )
     return {
         "mine": mine,
         "columns": {name: module.seen.documents(name) for name in ("values", "returns", "advantages")},

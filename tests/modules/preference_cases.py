@@ -17,6 +17,7 @@ from lightning_rl_engines.sequence import Experience
 from lightning_rl_engines.strategies import FSDPUlyssesStrategy
 from tests.modules.cases import experience_loader, history
 from tests.strategies.test_value import critic_folder
+from tests.support.engine import sharing_strategy
 from tests.support.lightning_env import make_trainer
 from tests.support.models import tiny_model_folder
 
@@ -53,7 +54,9 @@ def data(file: str, world: int, sp: int, **options: Any) -> PreferenceDataModule
     return PreferenceDataModule(train=file, val=file, batch_size=10 * sp // world, shuffle=False, **options)
 
 
-def run(kind: str, file: str, world: int, sp: int, steps: int, export: str | None = None) -> dict[str, Any]:
+def run(
+    kind: str, file: str, world: int, sp: int, steps: int, export: str | None = None, split: str = "sp"
+) -> dict[str, Any]:
     """Train on all pairs at once; one step by SGD, more by AdamW."""
     optimizer = sgd if steps == 1 else adam
     options: dict[str, Any] = {"optimizer": optimizer, "max_grad_norm": None, "max_tokens_per_micro_batch": 40}
@@ -68,7 +71,7 @@ def run(kind: str, file: str, world: int, sp: int, steps: int, export: str | Non
         sink = HFFolderSink(path=export)
         callbacks.append(WeightExport(sink=sink, model=module.model_name, every_n_updates=1000))
     trainer = make_trainer(
-        FSDPUlyssesStrategy(ulysses_sp_size=sp),
+        sharing_strategy(sp, split),
         max_epochs=steps,
         check_val_every_n_epoch=steps,
         callbacks=callbacks,

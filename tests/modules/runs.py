@@ -26,6 +26,7 @@ from tests.modules.cases import (
     prompts,
     weights,
 )
+from tests.support.engine import sharing_strategy
 from tests.support.lightning_env import make_trainer
 from tests.support.models import tiny_model_folder
 
@@ -175,7 +176,7 @@ class CountingRollout(HFRollout):
         super().update_weights(record())
 
 
-def run_sft(sp: int) -> dict[str, Any]:
+def run_sft(sp: int, split: str) -> dict[str, Any]:
     """Learn one response to every prompt."""
     module = SFTModule(
         policy=ModelConfig(path=str(tiny_model_folder("llama"))),
@@ -186,7 +187,7 @@ def run_sft(sp: int) -> dict[str, Any]:
     items = prompts()
     for prompt in items:
         prompt.columns["answer"] = [7, 9, 11, 2]
-    trainer = make_trainer(FSDPUlyssesStrategy(ulysses_sp_size=sp), max_epochs=6)
+    trainer = make_trainer(sharing_strategy(sp, split), max_epochs=6)
     trainer.fit(module, loader(items, 4), loader(items, 4))
     return {
         "history": history(module),

@@ -22,11 +22,16 @@ def naive():
     return cases.naive_update()
 
 
+TITAN = ("tp", "cp", "pp")
+WHOLE, UNEVEN = [[0, 1, 2, 3, 4, 5]], [[0], [1, 2, 3, 4, 5]]
+
+
 @pytest.mark.parametrize(
-    ("parts", "sp"), [([[0, 1, 2, 3, 4, 5]], 1), ([[0], [1, 2, 3, 4, 5]], 1), ([[0, 1, 2, 3, 4, 5]], 2)]
+    ("parts", "sp", "split"),
+    [(WHOLE, 1, "sp"), (UNEVEN, 1, "sp"), (WHOLE, 2, "sp"), (UNEVEN, 1, "tp"), *((WHOLE, 2, s) for s in TITAN)],
 )
-def test_an_update_equals_the_naive_computation(naive, parts, sp):
-    for result in run_workers(len(parts) * sp, cases.run_update, parts, sp):
+def test_an_update_equals_the_naive_computation(naive, parts, sp, split):
+    for result in run_workers(len(parts) * sp, cases.run_update, parts, sp, split):
         for name, documents in result["columns"].items():
             for index, found in zip(result["mine"], documents, strict=True):
                 mask = torch.tensor(cases.MASKS[index], dtype=torch.bool)

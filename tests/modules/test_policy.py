@@ -24,9 +24,12 @@ def close(left, right):
     return all(torch.allclose(left[name], right[name], rtol=1e-5, atol=1e-6) for name in left)
 
 
-@pytest.mark.parametrize(("world", "sp"), [(1, 1), (2, 1), (2, 2)])
-def test_two_updates_from_prompts(world, sp):
-    results = run_workers(world, cases.run_two_updates, sp)
+@pytest.mark.parametrize(
+    ("world", "sp", "split"),
+    [(1, 1, "sp"), (2, 1, "sp"), (2, 2, "sp"), (2, 1, "tp"), (2, 2, "tp"), (2, 2, "cp"), (2, 2, "pp")],
+)
+def test_two_updates_from_prompts(world, sp, split):
+    results = run_workers(world, cases.run_two_updates, sp, split)
     for result in results:
         assert result["updates"] == result["global_step"] == 2
         assert [row["rl/update"] for row in result["history"]] == [1.0, 2.0]
@@ -42,6 +45,9 @@ def test_two_updates_from_prompts(world, sp):
             total = row["train/reward_even"] + 0.5 * row["train/reward_long"]
             assert math.isclose(row["train/reward"], total, rel_tol=1e-6)
         assert result["logged"]["train/reward"] == pytest.approx(result["history"][-1]["train/reward"])
+    for name, column in results[0]["sampled"].items():
+        # Peers train on the same responses, data ranks on their own.
+        assert all(torch.equal(column, other["sampled"][name]) == (sp == world) for other in results[1:]), name
     for other in results[1:]:
         same = [{k: v for k, v in row.items() if "second" not in k} for row in other["history"]]
         assert same == [{k: v for k, v in row.items() if "second" not in k} for row in results[0]["history"]]
@@ -67,13 +73,19 @@ def test_training_raises_the_reward():
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
 
-@pytest.mark.parametrize("world_sp", [(2, 1), (2, 2), (4, 2)])
-@pytest.mark.parametrize("splits", [SPLITS, UNEVEN])
-def test_an_update_does_not_depend_on_the_layout(world_sp, splits):
-    world, sp = world_sp
+@pytest.mark.parametrize(
+    ("world", "sp", "split", "splits"),
+    [
+        *((world, sp, "sp", splits) for world, sp in ((2, 1), (2, 2), (4, 2)) for splits in (SPLITS, UNEVEN)),
+        (2, 1, "tp", SPLITS),
+        (2, 1, "tp", UNEVEN),
+        *((2, 2, split, SPLITS) for split in ("tp", "cp", "pp")),
+    ],
+)
+def test_an_update_does_not_depend_on_the_layout(world, sp, split, splits):
     options = {"loss": PolicyLoss(kl_coef=0.1, entropy_coef=0.01), "max_tokens_per_micro_batch": 24}
     (alone,) = run_experience(1, SPLITS, **options)
-    results = run_experience(world, splits, sp=sp, **options)
+    results = run_experience(world, splits, sp=sp, split=split, **options)
     advantages = {}
     for result in results:
         advantages |= result["advantages"]

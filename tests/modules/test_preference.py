@@ -15,7 +15,7 @@ from tests.strategies.test_value import critic_folder, plain_model, plain_values
 from tests.support import run_workers
 from tests.support.models import reference_log_probs, tiny_model_folder
 
-LAYOUTS = [(1, 1), (2, 1), (2, 2)]
+LAYOUTS = [(1, 1, "sp"), (2, 1, "sp"), (2, 2, "sp"), (2, 2, "tp")]
 
 
 def documents(side):
@@ -61,10 +61,12 @@ def stepped(model):
 def test_a_step_equals_the_plain_model(kind, tmp_path):
     weights, metrics = NAIVE[kind]()
     file = cases.write_pairs(tmp_path)
-    for world, sp in LAYOUTS:
-        for result in run_workers(world, cases.run, kind, file, world, sp, 1):
+    for world, sp, split in LAYOUTS:
+        for result in run_workers(world, cases.run, kind, file, world, sp, 1, split=split):
             for name, tensor in result["weights"].items():
-                torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-6, msg=f"{world} {sp} {name}")
+                torch.testing.assert_close(
+                    tensor, weights[name], rtol=1e-5, atol=1e-6, msg=f"{world} {sp} {split} {name}"
+                )
             row = result["history"][0]
             for name, value in metrics.items():
                 assert row[f"train/{name}"] == pytest.approx(value, rel=1e-5, abs=1e-6)

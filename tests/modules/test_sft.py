@@ -8,9 +8,11 @@ from tests.support import run_workers
 CONFIG = cases.ModelConfig(from_config={"model_type": "llama"})
 
 
-@pytest.mark.parametrize(("world", "sp"), [(1, 1), (2, 1), (2, 2)])
-def test_the_policy_learns_the_responses(world, sp):
-    for result in run_workers(world, runs.run_sft, sp):
+@pytest.mark.parametrize(
+    ("world", "sp", "split"), [(1, 1, "sp"), (2, 1, "sp"), (2, 2, "sp"), (2, 2, "tp"), (2, 2, "pp")]
+)
+def test_the_policy_learns_the_responses(world, sp, split):
+    for result in run_workers(world, runs.run_sft, sp, split):
         rows = result["history"]
         assert result["updates"] == result["global_step"] == len(rows)
         assert rows[0]["train/nll"] > 3.5

@@ -12,6 +12,23 @@ from lightning_rl_engines import Engine, EnginePrecision, FSDPUlyssesStrategy, M
 from tests.support.lightning_env import ExternalEnvironment, make_trainer
 
 _ENGINES: dict[str, Any] = {"fsdp_ulysses": FSDPUlyssesStrategy, "torchtitan": TorchTitanStrategy}
+_SPLITS: dict[str, tuple[Any, str]] = {
+    "sp": (FSDPUlyssesStrategy, "ulysses_sp_size"),
+    "tp": (TorchTitanStrategy, "tensor_parallel_degree"),
+    "cp": (TorchTitanStrategy, "context_parallel_degree"),
+    "pp": (TorchTitanStrategy, "pipeline_parallel_degree"),
+}
+
+
+def sharing_strategy(peers: int, split: str = "sp") -> Any:
+    """An engine on which so many ranks share their rows.
+
+    Args:
+        peers: Ranks that share rows; with 1 the split only names the engine.
+        split: ``"sp"`` for ``fsdp_ulysses``; ``"tp"``, ``"cp"`` or ``"pp"`` for ``torchtitan``.
+    """
+    strategy, name = _SPLITS[split]
+    return strategy(**{name: peers})
 
 
 class EngineModule(LightningModule):
