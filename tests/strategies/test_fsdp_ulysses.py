@@ -19,7 +19,7 @@ from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import assert_near, assert_same, copies, mine, plain_model, score_loss, train_plain
 from tests.strategies.steps import weights_of as plain_weights
 from tests.support import WorkerError, run_workers
-from tests.support.engine import EngineModule, with_engine
+from tests.support.engine import EngineModule, sharing_strategy, with_engine
 from tests.support.lightning_env import make_trainer
 from tests.support.models import tiny_model_folder
 
@@ -211,6 +211,10 @@ class Recorder(LightningModule):
         self.ids: list[list[int]] = []
 
     @override
+    def configure_model(self) -> None:
+        """There is none; Lightning asks for the hook under torchtitan."""
+
+    @override
     def configure_optimizers(self) -> None:
         return None
 
@@ -227,10 +231,10 @@ class Recorder(LightningModule):
             self.log(reduction, value, sync_dist=True, reduce_fx=reduction)
 
 
-def record(make_loader: Any, **trainer: Any) -> dict[str, Any]:
+def record(make_loader: Any, split: str = "sp", **trainer: Any) -> dict[str, Any]:
     """On a rank: the ids of two epochs, and what was logged."""
     module = Recorder()
-    built = make_trainer(FSDPUlyssesStrategy(ulysses_sp_size=2), max_epochs=2, log_every_n_steps=1, **trainer)
+    built = make_trainer(sharing_strategy(2, split), max_epochs=2, log_every_n_steps=1, **trainer)
     built.fit(module, make_loader())
     logged = {name: float(built.logged_metrics[name]) for name in ("mean", "sum", "max", "min")}
     decisions = [
@@ -239,6 +243,9 @@ def record(make_loader: Any, **trainer: Any) -> dict[str, Any]:
         for every in (True, False)
     ]
     return {"ids": module.ids, "logged": logged, "decisions": decisions}
+
+
+SPLITS = ("sp", "tp", "cp", "pp")
 
 
 def default_loader() -> DataLoader:
@@ -258,13 +265,16 @@ def own_batches_loader() -> DataLoader:
     return DataLoader(range(8), batch_sampler=BatchSampler(Backwards(8), 4, drop_last=False))
 
 
-def test_sequence_peers_read_the_same_samples_and_data_ranks_share_them_out() -> None:
-    ids = [result["ids"] for result in run_workers(4, record, default_loader)]
-    assert ids[0] == ids[1]
-    assert ids[2] == ids[3]
+@pytest.mark.parametrize("split", SPLITS)
+def test_peers_read_the_same_samples_and_data_ranks_share_them_out(split: str) -> None:
+    ids = [result["ids"] for result in run_workers(4, record, default_loader, split)]
+    # The stages of a pipeline lie as far apart as possible.
+    (first, peer), (second, other) = ((0, 2), (1, 3)) if split == "pp" else ((0, 1), (2, 3))
+    assert ids[first] == ids[peer]
+    assert ids[second] == ids[other]
     for epoch in range(2):
-        assert len(ids[0][epoch]) == len(ids[2][epoch]) == 4
-        assert sorted(ids[0][epoch] + ids[2][epoch]) == list(range(8))
+        assert len(ids[first][epoch]) == len(ids[second][epoch]) == 4
+        assert sorted(ids[first][epoch] + ids[second][epoch]) == list(range(8))
     assert ids[0][0] != ids[0][1], "the second epoch is shuffled anew"
 
 
@@ -281,9 +291,10 @@ def test_a_users_own_sampler_is_left_alone() -> None:
     assert [sorted(left + right) for left, right in zip(ids[0], ids[2], strict=True)] == [list(range(8))] * 2
 
 
-def test_a_logged_value_counts_each_data_rank_once() -> None:
-    for result in run_workers(4, record, default_loader):
-        # Two data ranks log 1 and 2, each on two sequence peers: a mean over the world is the mean over data ranks.
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_logged_value_counts_each_data_rank_once(split: str) -> None:
+    for result in run_workers(4, record, default_loader, split):
+        # Two data ranks log 1 and 2, each on two peers: a mean over the world is the mean over data ranks.
         assert result["logged"] == {"mean": 1.5, "sum": 3.0, "max": 2.0, "min": 1.0}
         # Lightning's own votes still count every rank.
         assert result["decisions"] == [False, False, False, True, True, True]
