@@ -181,6 +181,7 @@ def test_every_loss_has_the_gradients_of_the_plain_model(world: int, sp: int) ->
         ("cp2-headtail", MODEL),
         ("cp2-ptrr", MODEL),
         ("ep2", "qwen3_moe"),
+        ("pp2", "llama"),
         pytest.param("cp2-tp2", "llama", marks=pytest.mark.exhaustive),
         pytest.param("ep2-tp2", "qwen3_moe", marks=pytest.mark.exhaustive),
     ],
