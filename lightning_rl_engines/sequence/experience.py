@@ -263,6 +263,8 @@ class Experience:
         documents: dict[str, Tensor] = {}
         for name, column in columns.items():
             per_token, value = read_column(name, column, self._lengths, self.device)
+            # Without documents, nothing shows what kind of column it is.
+            per_token = per_token or (not self._lengths and name in self._token_columns)
             (tokens if per_token else documents)[name] = value
         return self._replace(tokens, documents)
 

@@ -254,6 +254,7 @@ def test_empty_experiences_work_everywhere():
     assert empty["response_mask"].dtype == torch.bool
     assert empty.documents("input_ids") == []
     assert_same(empty.select([]), empty)
+    assert_same(empty.with_columns(response_mask=[]), empty)
     assert [len(part) for part in empty.mini_batches(2)] == [0, 0]
     assert len(make().select([])) == 0
     assert len(empty.with_token_columns(values=torch.zeros(0)).with_document_columns(x=torch.zeros(0)).drop("x")) == 0

@@ -69,14 +69,17 @@ def reference_gradients(folder: Any, loss: Callable[[Any], Tensor]) -> tuple[flo
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     total = loss(model)
     total.backward()
+    return float(total.detach()), gradients_of(model)
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    """The gradient of every parameter of a plain model by its name in a save: transformers keeps experts in stacks."""
     gradients = {
         name: torch.zeros_like(item) if item.grad is None else item.grad for name, item in model.named_parameters()
     }
-    plan = plan_from_hf_model(model)  # names of a save: transformers keeps experts in stacks
+    plan = plan_from_hf_model(model)
     trained = [source for source in plan.by_source if source in gradients]  # a save has buffers, too
-    return float(total.detach()), {
-        name: piece for source in trained for name, piece in plan.pieces(source, gradients[source])
-    }
+    return {name: piece for source in trained for name, piece in plan.pieces(source, gradients[source])}
 
 
 def ppo_reference(

@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_rl_engines import Experience, ModelConfig
 from lightning_rl_engines.algorithms import DPOLoss, RewardModelLoss, RewardRegressionLoss
 from tests.strategies.checks import assert_gradients, assert_number, backward
-from tests.strategies.reference import reference_gradients
+from tests.strategies.layouts import titan
+from tests.strategies.reference import gradients_of, reference_gradients
 from tests.strategies.test_value import critic_folder, plain_model, plain_values
 from tests.support import run_workers
 from tests.support.engine import EngineModule, share, with_engine
@@ -79,7 +80,7 @@ def regression(model: Any, data: Comparisons) -> Tensor:
     return (torch.stack(scores(model, data)) - torch.tensor(data.targets)).square().mean()
 
 
-def run_layout(config: ModelConfig, data: Comparisons, sequence_size: int, losses: list[Any]) -> Any:
+def run_layout(config: ModelConfig, data: Comparisons, layout: dict[str, Any], losses: list[Any]) -> Any:
     """On a rank: loss, metrics and gradients of each loss and budget; pairs coming from two ranks."""
 
     def body(module: EngineModule) -> Any:
@@ -91,38 +92,45 @@ def run_layout(config: ModelConfig, data: Comparisons, sequence_size: int, losse
             for budget in BUDGETS
         ]
 
-    return with_engine(body, config, ulysses_sp_size=sequence_size)
+    return with_engine(body, config, **layout)
 
 
-@pytest.mark.parametrize(("world", "sp"), [(1, 1), (2, 2), (2, 1)])
-def test_dpo_and_ipo_equal_the_plain_model(world: int, sp: int) -> None:
-    folder, data = tiny_model_folder("llama"), make_comparisons()
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp": (1, {}),
+    "fsdp2": (2, {}),
+    "fsdp-sp2": (2, {"ulysses_sp_size": 2}),
+    "fsdp1x2": (2, {"fsdp_size": 1}),
+    **{name: titan(name) for name in ("replicate2", "tp2", "cp2", "cp2-headtail", "cp2-ptrr", "pp2", "pp2-dp2")},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dpo_and_ipo_equal_the_plain_model(layout: str) -> None:
+    folder, data, (world, options) = tiny_model_folder("llama"), make_comparisons(), LAYOUTS[layout]
     losses = [DPOLoss(beta=0.5, label_smoothing=0.1), DPOLoss(beta=0.5, kind="ipo")]
     terms = [
         lambda h: -0.9 * torch.sigmoid(0.5 * h).log() - 0.1 * torch.sigmoid(-0.5 * h).log(),
         lambda h: (h - 1.0) ** 2,
     ]
     expected = [reference_gradients(folder, dpo(data, term)) for term in terms for _ in BUDGETS]
-    for jobs in run_workers(world, run_layout, ModelConfig(path=str(folder)), data, sp, losses):
+    for jobs in run_workers(world, run_layout, ModelConfig(path=str(folder)), data, options, losses):
         for (loss, metrics, gradients), (wanted_loss, wanted_gradients) in zip(jobs, expected, strict=True):
             assert_number(loss, wanted_loss)
             assert_number(metrics["preference_loss"], wanted_loss)
             assert_gradients(gradients, wanted_gradients)
 
 
-@pytest.mark.parametrize(("world", "sp"), [(1, 1), (2, 2), (2, 1)])
-def test_reward_models_equal_the_plain_model(world: int, sp: int) -> None:
-    folder, data = critic_folder("llama"), make_comparisons()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reward_models_equal_the_plain_model(layout: str) -> None:
+    folder, data, (world, options) = critic_folder("llama"), make_comparisons(), LAYOUTS[layout]
     expected = []
     for plain in (bradley_terry, regression):
         model = plain_model(folder)
         total = plain(model, data)
         total.backward()
-        expected += [(float(total.detach()), {name: item.grad for name, item in model.named_parameters()})] * len(
-            BUDGETS
-        )
+        expected += [(float(total.detach()), gradients_of(model))] * len(BUDGETS)
     config = ModelConfig(path=folder, head="value")
-    for jobs in run_workers(world, run_layout, config, data, sp, [RewardModelLoss(), RewardRegressionLoss()]):
+    for jobs in run_workers(world, run_layout, config, data, options, [RewardModelLoss(), RewardRegressionLoss()]):
         for job, (wanted_loss, wanted_gradients) in zip(jobs, expected, strict=True):
             loss, _, gradients = job
             assert_number(loss, wanted_loss)

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from lightning_rl_engines import Experience, ModelConfig
 from lightning_rl_engines.algorithms import ValueLoss
 from tests.strategies.checks import assert_gradients, assert_number, backward
+from tests.strategies.layouts import titan
+from tests.strategies.reference import gradients_of
 from tests.support import run_workers
 from tests.support.engine import EngineModule, share, with_engine
 from tests.support.models import random_documents, tiny_config, tiny_model_folder
@@ -107,7 +109,7 @@ def plain_loss(model: Any, data: Critique, aggregation: str) -> tuple[Tensor, di
     return total, metrics
 
 
-def run_layout(folder: str, data: Critique, sequence_size: int) -> Any:
+def run_layout(folder: str, data: Critique, layout: dict[str, Any]) -> Any:
     """On a rank: the values of its documents, and loss, metrics and gradients of every job."""
 
     def body(module: EngineModule) -> Any:
@@ -124,12 +126,37 @@ def run_layout(folder: str, data: Critique, sequence_size: int) -> Any:
         masked = experience.with_columns(response_mask=[[0] * length for length in experience.lengths])
         return mine, columns, jobs, backward(module, masked, ValueLoss())
 
-    return with_engine(body, ModelConfig(path=folder, head="value"), ulysses_sp_size=sequence_size)
+    return with_engine(body, ModelConfig(path=folder, head="value"), **layout)
 
 
-@pytest.mark.parametrize(("world", "sp", "name"), [(1, 1, "llama"), (2, 2, "qwen2"), (4, 2, "one_kv")])
-def test_values_loss_and_gradients_equal_the_plain_model(world: int, sp: int, name: str) -> None:
-    folder = critic_folder(name)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp": (1, {}),
+    "fsdp-sp2": (2, {"ulysses_sp_size": 2}),
+    "fsdp2x2": (4, {"fsdp_size": 2}),
+    "fsdp2-sp2": (4, {"ulysses_sp_size": 2}),
+    **{name: titan(name) for name in ("hsdp2x2", "tp2", "cp2", "cp2-headtail", "cp2-ptrr", "ep2", "pp2", "cp2-tp2")},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("fsdp", "llama"),
+        ("fsdp-sp2", "qwen2"),
+        ("fsdp2x2", "llama"),
+        ("fsdp2-sp2", "one_kv"),
+        ("hsdp2x2", "qwen2"),
+        ("tp2", "qwen2"),
+        ("cp2", "one_kv"),
+        ("cp2-headtail", "one_kv"),
+        ("cp2-ptrr", "one_kv"),
+        ("ep2", "qwen3_moe"),
+        ("pp2", "llama"),
+        pytest.param("cp2-tp2", "llama", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_values_loss_and_gradients_equal_the_plain_model(layout: str, name: str) -> None:
+    folder, (world, options) = critic_folder(name), LAYOUTS[layout]
     data = make_critique(folder)
     with torch.no_grad():
         expected_values = plain_values(plain_model(folder), data.input_ids)
@@ -139,19 +166,19 @@ def test_values_loss_and_gradients_equal_the_plain_model(world: int, sp: int, na
         total, metrics = plain_loss(model, data, mode)
         total.backward()
         assert 0 < metrics["value_clip_fraction"] < 1
-        expected[mode] = float(total.detach()), metrics, {key: item.grad for key, item in model.named_parameters()}
+        expected[mode] = float(total.detach()), metrics, gradients_of(model)
     assert {"score.weight", "score.bias"} <= expected["token-mean"][2].keys()
-    for mine, columns, jobs, (masked_loss, _, masked_gradients) in run_workers(world, run_layout, folder, data, sp):
+    for mine, columns, jobs, masked in run_workers(world, run_layout, folder, data, options):
         assert columns.keys() == {"values"}
-        torch.testing.assert_close(
-            columns["values"], torch.cat([expected_values[index] for index in mine]), rtol=1e-5, atol=1e-5
-        )
+        values = torch.cat([torch.zeros(0), *(expected_values[index] for index in mine)])
+        torch.testing.assert_close(columns["values"], values, rtol=1e-5, atol=1e-5)
         for job, (loss, metrics, gradients) in zip(JOBS, jobs, strict=True):
             wanted_loss, wanted_metrics, wanted_gradients = expected[job[0]]
             assert_number(loss, wanted_loss, job)
             for key, value in wanted_metrics.items():
                 assert_number(metrics[key], value, (job, key))
             assert_gradients(gradients, wanted_gradients, job)
+        masked_loss, _, masked_gradients = masked
         assert masked_loss == 0
         assert all(not gradient.any() for gradient in masked_gradients.values())
 
