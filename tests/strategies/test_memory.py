@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 
 from lightning_rl_engines import ModelConfig
+from tests.strategies.layouts import titan
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import assert_same, copies, mine, score_loss
 from tests.strategies.test_offload import bytes_on_device, require_flat, state_tensors
@@ -128,7 +129,7 @@ def test_off_loading_an_adapters_model_is_bit_equal_and_frees_the_device(world: 
 # ---- streams ----
 
 
-def peak(config: ModelConfig, mode: Any) -> dict[str, int]:
+def peak(config: ModelConfig, mode: Any, **strategy: Any) -> dict[str, int]:
     """On a rank: the most that is alive in a stream beside the tensor that is handed out, and what is left after it."""
 
     def body(module: EngineModule) -> dict[str, int]:
@@ -141,7 +142,7 @@ def peak(config: ModelConfig, mode: Any) -> dict[str, int]:
                 del tensor
             return {"highest": highest, "left": alive.bytes() - before}
 
-    return with_engine(body, config)
+    return with_engine(body, config, **strategy)
 
 
 @pytest.mark.parametrize(("adapter", "mode"), [(None, "full"), (lora(r=2), "merged"), (lora(r=2), "adapter")])
@@ -159,3 +160,18 @@ def test_a_stream_holds_one_unit_and_the_sums_of_one_tensor(adapter: LoraConfig 
             # Of a merged tensor, the product and what is rounded.
             assert layer <= found["highest"] <= unit + (2 * largest if adapter else 0) + 4096
             assert found["highest"] < 0.75 * whole
+
+
+@pytest.mark.parametrize("layout", ["ep2", "pp2", pytest.param("ep2-tp2", marks=pytest.mark.exhaustive)])
+def test_a_stream_of_experts_holds_one_stack(layout: str) -> None:
+    """Stacks are smaller than a bucket here; cutting larger ones is tested where the size of a bucket is given."""
+    sizes = {"num_hidden_layers": 6, "moe_intermediate_size": 96, "num_experts": 8}
+    config = ModelConfig(from_config=tiny_config("qwen3_moe", **sizes).to_dict())
+    model = plain(config)
+    whole = sum(item.nbytes for item in model.parameters())
+    stack = max(item.nbytes for name, item in model.named_parameters() if "experts" in name)
+    world, options = titan(layout)
+    for found in run_workers(world, peak, config, "full", timeout=240, **options):
+        assert found["left"] == 0
+        assert stack // 2 <= found["highest"] <= 2 * stack
+        assert found["highest"] < 0.25 * whole
