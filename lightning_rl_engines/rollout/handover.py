@@ -1,7 +1,9 @@
 """Where a run puts weights for the servers that read them."""
 
+import glob
 import os
 import shutil
+import socket
 import uuid
 import weakref
 from contextlib import suppress
@@ -17,7 +19,7 @@ class HandoverFolder:
     """A new folder below ``root`` that belongs to this process while it lives.
 
     A process that is killed cannot remove what it wrote, which in shared memory is memory lost to everybody. So each
-    holds a lock in its folder, and a new one removes the folders whose locks nobody holds.
+    holds a lock in its folder, and a new one removes the folders of its machine whose locks nobody holds.
 
     Args:
         root: Folder that servers see too; made where it is missing.
@@ -27,11 +29,15 @@ class HandoverFolder:
     """
 
     def __init__(self, root: str) -> None:
+        # Servers have a working directory of their own.
+        root = os.path.abspath(os.path.expanduser(root))
         os.makedirs(root, exist_ok=True)
-        for folder in Path(root).glob(f"{PREFIX}*"):
+        # Locks of network file systems may be known to one machine only, so each looks after its own folders.
+        own = f"{PREFIX}{socket.gethostname()}-"
+        for folder in Path(root).glob(f"{glob.escape(own)}*"):
             _remove_if_left(folder)
         while True:
-            self.folder = Path(root, f"{PREFIX}{uuid.uuid4().hex}")
+            self.folder = Path(root, f"{own}{uuid.uuid4().hex}")
             self.folder.mkdir()
             self._lock = _lock_of(self.folder)
             with suppress(OSError):  # not every file system has locks
@@ -63,6 +69,8 @@ def _remove(folder: Path, lock: FileLock, owner: int) -> None:
 
 
 def _remove_if_left(folder: Path) -> None:
+    if folder.is_symlink():
+        return
     lock = _lock_of(folder)
     # Another user's folder cannot be locked either.
     with suppress(Timeout, OSError):

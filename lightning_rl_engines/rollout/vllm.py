@@ -1,11 +1,13 @@
 """Rollouts by vLLM servers."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -14,6 +16,7 @@ from typing_extensions import override
 
 from lightning_rl_engines.export.folder import HFFolderSink
 from lightning_rl_engines.export.sinks import ExportContext, drain
+from lightning_rl_engines.models.agreement import on_rank_zero
 from lightning_rl_engines.models.config import DTypeName, torch_dtype
 from lightning_rl_engines.models.huggingface import load_causal_lm
 from lightning_rl_engines.rollout.base import Generation, Prompt, RolloutStrategy
@@ -39,11 +42,14 @@ class VLLMRollout(SamplingRollout):
 
     Start each with the policy's own model, in an environment of its own if you like::
 
-        VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs
+        VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs
+
+    Whoever reaches such a server commands it: serve beyond the machine in a trusted network alone. A server with
+    ``--api-key`` needs the key in the environment variable ``VLLM_API_KEY`` here too.
 
     New weights are written into ``weights_folder`` by all ranks as a Hugging Face folder, which every server reads
-    while it takes no requests; then it forgets the keys and values of old ones. A server that lost its weights, since
-    it was started again or another run gave it some, is noticed before the next responses, which are refused.
+    while it takes no requests; then it forgets the keys and values of old ones. A server that no longer holds this
+    run's weights, since it was started again or another run gave it some, is noticed, and its responses are refused.
 
     Prompts are spread over ranks and servers. Each has a seed of its own, from ``seed``, the data rank, the number of
     calls so far and its place, so a resumed run asks for the same samples. Log-probabilities are those of vLLM's
@@ -64,15 +70,16 @@ class VLLMRollout(SamplingRollout):
         top_k: Sample among this many most probable tokens; 0 means all. With ``top_p`` or ``top_k`` a server needs
             ``--logprobs-mode raw_logprobs`` and a temperature of 1: vLLM's other log-probabilities are of the truncated
             distribution, which the trainer does not compute.
-        dtype: Type that weights are written in, such as the servers' ``"bfloat16"``; ``None`` keeps the storage type.
+        dtype: Type that weights are written in, such as the servers' ``"bfloat16"``; ``None`` keeps that in which they
+            are streamed: the storage type, and fp32 for merged adapters.
         stop: Further ends of a response: token ids (int) and strings.
         seed: Seed of the samples.
         weights_folder: A folder that ranks and servers see; what is written there is removed when the servers have
             read it, or by the next run if this one is killed. ``None`` takes shared memory (or the temporary folder)
-            where all servers run on this machine.
+            with room for the weights, where all servers run on this machine.
         sleep: Let the servers give the memory of their accelerators back while the model trains: weights wait in host
             memory, keys and values are dropped. For servers on the trainer's own devices, which were started with
-            ``--enable-sleep-mode``.
+            ``--enable-sleep-mode``. They sleep at the end, too, until ``/wake_up`` or the next run.
         max_concurrent_requests: Requests that each rank sends at once; a prompt's responses are one request.
         timeout_seconds: How long a request may take.
 
@@ -109,8 +116,8 @@ class VLLMRollout(SamplingRollout):
         self._require(bool(urls), "urls", urls, "the address of each server, such as ['http://127.0.0.1:8000']")
         for url in urls:
             parts = urlsplit(url)
-            known = parts.scheme in ("http", "https") and bool(parts.hostname)
-            self._require(known, "urls", urls, "addresses such as 'http://127.0.0.1:8000'")
+            known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/")
+            self._require(known, "urls", urls, "addresses such as 'http://127.0.0.1:8000', without a path")
         positive = max_concurrent_requests >= 1
         self._require(positive, "max_concurrent_requests", max_concurrent_requests, "1 or more, such as 64")
         self._require(timeout_seconds > 0, "timeout_seconds", timeout_seconds, "a positive number, such as 1800")
@@ -152,10 +159,11 @@ class VLLMRollout(SamplingRollout):
         self._tied = _tied_names(model)
         self._stops = {"stop": strings, "stop_token_ids": self._stop_tokens(self._config, model_config, tokenizer)}
         self._facts = self._on_all_ranks(self._check_servers)
-        self._folder = self._on_all_ranks(self._make_folder)
+        size = sum(item.numel() * (self.dtype or torch.float32).itemsize for item in model.parameters())
+        self._folder = self._on_all_ranks(lambda: self._make_folder(size))
 
-    def _make_folder(self) -> str:
-        self._handover = HandoverFolder(self.weights_folder or _fast_folder())
+    def _make_folder(self, size: int) -> str:
+        self._handover = HandoverFolder(self.weights_folder or _fast_folder(size))
         return self._handover.model
 
     def _check_servers(self) -> list[ServerFacts]:
@@ -218,10 +226,14 @@ class VLLMRollout(SamplingRollout):
                 yield each, cast_ if each == name else cast_.clone()
 
     def _load(self, version: str) -> None:
-        formats = {url: seen.load_format for url, seen in zip(self.urls, self._facts, strict=True)}
-        if self.sleep:
-            self._on_all_servers(VLLMServer.wake)
-        self._on_all_servers(lambda server: server.load_weights(self._folder, version, load_format=formats[server.url]))
+        facts = dict(zip(self.urls, self._facts, strict=True))
+
+        def load(server: VLLMServer) -> None:
+            if facts[server.url].can_sleep:
+                server.wake()  # an earlier run may have left it asleep
+            server.load_weights(self._folder, version, load_format=facts[server.url].load_format)
+
+        self._on_all_servers(load)
 
     # ---- responses ----
 
@@ -235,7 +247,6 @@ class VLLMRollout(SamplingRollout):
                 "first, as in rollout.update_weights(strategy.get_per_tensor_param(model))."
             )
         count = self._count(num_generations)
-        self.check_prompts(prompts)
         # Greedy responses to one prompt are all alike, so one is generated and repeated.
         samples = 1 if greedy else count
         with self._awake():
@@ -246,6 +257,10 @@ class VLLMRollout(SamplingRollout):
 
     @override
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        if not self._facts:
+            raise RuntimeError(
+                "VLLMRollout.check_prompts before setup(): call setup(strategy, model_config, tokenizer)."
+            )
         self._check_prompts(prompts, self._config, min(seen.max_model_len for seen in self._facts))
 
     @contextmanager
@@ -268,6 +283,8 @@ class VLLMRollout(SamplingRollout):
         done: dict[int, list[DecodedSequence]] = {}
         failure: Exception | None = None
         try:
+            # Not before: other data ranks are about to wake the servers, and wait for this one.
+            self.check_prompts(prompts)
             done = self._complete(prompts, mine, samples, greedy=greedy)
         except Exception as error:  # of any type: peers wait
             failure = error
@@ -294,7 +311,9 @@ class VLLMRollout(SamplingRollout):
             return [_decoded(choice) for choice in servers[number].complete(prompts[index].token_ids, request)]
 
         with self._connected() as servers, ThreadPoolExecutor(self.max_concurrent_requests) as pool:
-            return dict(zip(mine, pool.map(ask, mine), strict=True))
+            done = dict(zip(mine, pool.map(ask, mine), strict=True))
+        self._on_all_servers(self._require_version)  # or some may be of other weights
+        return done
 
     def _require_version(self, server: VLLMServer) -> None:
         if (found := server.weight_version()) != self._version:
@@ -339,19 +358,8 @@ class VLLMRollout(SamplingRollout):
             return list(pool.map(action, servers))
 
     def _on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Do something on rank 0; its result, or its error, is that of all ranks. Collective over the world."""
-        result: T | None = None
-        failure: Exception | None = None
-        if self._strategy.global_rank == 0:
-            try:
-                result = action()
-            except Exception as error:  # of any type: the other ranks wait
-                failure = error
-        message = None if failure is None else (type(failure) is ValueError, str(failure))
-        ((found, wrong), *_) = self._strategy.all_gather_objects((result, message), group="world")
-        if wrong is not None:
-            raise failure or (ValueError if wrong[0] else RuntimeError)(wrong[1])
-        return cast(T, found)
+        strategy = self._strategy
+        return on_rank_zero(action, strategy.global_rank == 0, partial(strategy.all_gather_objects, group="world"))
 
 
 def _modes(truncated: bool, temperature: float) -> tuple[str, ...]:
@@ -370,8 +378,10 @@ def _tied_names(model: "PreTrainedModel") -> tuple[str, ...]:
     return tuple(name for name, item in model.named_parameters(remove_duplicate=False) if item is shared)
 
 
-def _fast_folder() -> str:
-    return _SHARED_MEMORY if os.path.isdir(_SHARED_MEMORY) else tempfile.gettempdir()
+def _fast_folder(size: int) -> str:
+    """Shared memory, where there is some with room for so many bytes: containers often have 64 MB of it."""
+    room = shutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else 0
+    return _SHARED_MEMORY if room > 1.1 * size else tempfile.gettempdir()
 
 
 def _decoded(choice: dict[str, Any]) -> DecodedSequence:

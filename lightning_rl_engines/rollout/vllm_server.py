@@ -1,5 +1,6 @@
 """One vLLM server, as an HTTP client sees it."""
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import httpx
 _ATTEMPTS = 3
 """How often a request is sent whose connection breaks; every request here may be repeated."""
 
-COMMAND = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
+COMMAND = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class VLLMServer:
         self.url = url
         self._client = httpx.Client(
             base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if (key := os.environ.get("VLLM_API_KEY")) else None,
             timeout=httpx.Timeout(timeout_seconds, connect=min(timeout_seconds, 30.0)),
             limits=httpx.Limits(max_connections=max_connections),
             trust_env=False,  # a proxy for the world outside is none for a server next door
@@ -150,13 +152,16 @@ class VLLMServer:
                 ) from error
             except httpx.TransportError as error:
                 if attempt == _ATTEMPTS:
-                    raise RuntimeError(
-                        f"there is no vLLM server at {self.url} ({error}); start one as in: {COMMAND}"
-                    ) from error
+                    raise RuntimeError(self._lost(path, error)) from error
                 time.sleep(attempt)
         if response.is_error:
             raise _StatusError(self.url, path, response.status_code, response.text)
         return response.json()
+
+    def _lost(self, path: str, error: httpx.TransportError) -> str:
+        if isinstance(error, httpx.ConnectError):
+            return f"there is no vLLM server at {self.url} ({error}); start one as in: {COMMAND}"
+        return f"the vLLM server at {self.url} ended the connection in the midst of {path} ({error}); look into its log"
 
 
 class _StatusError(RuntimeError):

@@ -21,6 +21,7 @@ from lightning_rl_engines.checkpoint.training import (
     optimizer_state,
     split_checkpoint,
 )
+from lightning_rl_engines.models.agreement import on_rank_zero
 from lightning_rl_engines.strategies.engine import Engine
 from lightning_rl_engines.strategies.offload import Offloader
 
@@ -159,21 +160,14 @@ class ShardedCheckpoints(Engine, Strategy, ABC):
         super().setup(trainer)
 
     def _claim(self, folders: list[Path]) -> None:
-        """Refuse folders that another run writes checkpoints into; those that are missing are seen at the first save.
+        """Refuse folders of another run that writes checkpoints; those that are missing are seen at the first save."""
 
-        Raises:
-            RuntimeError: On all ranks.
-        """
-        error: RuntimeError | None = None
-        try:
+        def claim() -> None:
             for folder in folders:
                 if folder.is_dir():
                     self._require_saver().claim(folder)
-        except RuntimeError as failure:
-            error = failure
-        texts = [text for text in self.all_gather_objects(error and str(error)) if text is not None]
-        if texts:
-            raise RuntimeError(texts[0]) from error
+
+        on_rank_zero(claim, self.is_global_zero, self.all_gather_objects)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

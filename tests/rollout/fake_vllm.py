@@ -32,6 +32,7 @@ class FakeVLLM(ThreadingHTTPServer):
         facts: What ``/server_info`` answers.
         dev_mode: Whether the routes for new weights exist.
         broken: Paths that answer with an error.
+        key: What requests must bring along, where there is one.
         folder: The folder that was read last.
         names: Names of the tensors in it.
     """
@@ -51,6 +52,7 @@ class FakeVLLM(ThreadingHTTPServer):
         }
         self.dev_mode = True
         self.broken: set[str] = set()
+        self.key: str | None = None
         self.folder = ""
         self.names: set[str] = set()
         self.lock = threading.Lock()
@@ -163,7 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
     def respond(self, body: dict[str, Any]) -> None:
         parts = urlsplit(self.path)
         self.server.calls.append(f"{self.command} {parts.path}")
-        if not self.server.dev_mode and not parts.path.startswith("/v1/"):
+        if self.server.key is not None and self.headers.get("Authorization") != f"Bearer {self.server.key}":
+            self.send(401, {"error": "Unauthorized"})
+        elif not self.server.dev_mode and not parts.path.startswith("/v1/"):
             self.send(404, {"detail": "Not Found"})
         elif parts.path in self.server.broken:
             self.send(500, {"detail": "out of order"})

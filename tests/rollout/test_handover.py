@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_what_a_killed_process_left_is_removed_and_a_living_one_keeps_its_own(tm
         for other in others:
             other.kill()
             other.communicate()
+
+
+def test_what_is_not_of_this_machine_or_no_folder_is_left_alone(tmp_path: Path) -> None:
+    elsewhere, target = tmp_path / "lightning-rl-weights-elsewhere-1", tmp_path / "target"
+    elsewhere.mkdir()
+    target.mkdir()
+    link = tmp_path / f"lightning-rl-weights-{socket.gethostname()}-1"
+    link.symlink_to(target)
+    own = HandoverFolder(str(tmp_path))
+    assert {*tmp_path.iterdir()} == {elsewhere, target, link, own.folder}
+    assert list(target.iterdir()) == []
 
 
 def test_weights_go_when_the_servers_have_read_them_and_the_name_stays(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Rollouts by vLLM servers, against a server that samples with a Hugging Face model."""
 
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,6 +185,52 @@ def test_a_server_that_was_started_again_is_not_asked(server: FakeVLLM) -> None:
     rollout.generate(some_prompts())
 
 
+def test_weights_that_change_in_the_midst_of_a_batch_are_noticed(
+    server: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout, complete = ready(server), FakeVLLM.complete
+
+    def restarted(self: FakeVLLM, body: dict[str, Any]) -> Any:
+        self.forget()
+        return complete(self, body)
+
+    monkeypatch.setattr(FakeVLLM, "complete", restarted)
+    with pytest.raises(RuntimeError, match="no longer holds the weights of this run"):
+        rollout.generate(some_prompts())
+    assert len(server.requests) == len(LENGTHS)
+
+
+def test_a_server_that_an_earlier_run_left_asleep_is_woken_for_its_weights(server: FakeVLLM) -> None:
+    server.facts["model_config"]["enable_sleep_mode"] = True
+    server.asleep = True
+    assert ready(server).generate(some_prompts())
+    assert not server.asleep
+
+
+def test_servers_get_an_absolute_path(server: FakeVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ready(server, weights_folder="shared")
+    assert server.folder.startswith(f"{tmp_path}/shared/")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    ready(server, weights_folder="~/shared")
+    assert server.folder.startswith(f"{tmp_path}/home/shared/")
+
+
+def test_shared_memory_without_room_is_not_used(server: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=64_000))
+    ready(server)
+    assert Path(server.folder).parent.parent == Path(tempfile.gettempdir())
+
+
+def test_a_server_with_a_key_gets_it_from_the_environment(server: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.key = "secret"
+    with pytest.raises(RuntimeError, match="with 401"):
+        ready(server)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    ready(server)
+
+
 @pytest.mark.parametrize("path", ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"])
 def test_a_failed_update_is_raised_and_leaves_the_server_running_and_the_rollout_without_weights(
     server: FakeVLLM, path: str
@@ -225,6 +274,7 @@ def test_a_server_sleeps_between_responses_and_the_next_weights(server: FakeVLLM
     [
         ({"urls": []}, r"urls=\[\].*http://127.0.0.1:8000"),
         ({"urls": ["localhost:8000"]}, "urls=.*'localhost:8000'.*http://127"),
+        ({"urls": ["http://localhost:8000/v1"]}, "urls=.*'http://localhost:8000/v1'.*without a path"),
         ({"urls": ["http://far:8000"]}, "weights_folder=None.*folder that this machine and .*far"),
         ({"temperature": 0.7, "top_p": 0.9}, "temperature=0.7.*1 with top_p or top_k"),
         ({"temperature": 0.7, "top_k": 5}, "temperature=0.7.*1 with top_p or top_k"),
@@ -262,7 +312,9 @@ def test_log_probs_of_another_distribution_are_refused(
     if legal:
         ready(server, **options)
     else:
-        with pytest.raises(ValueError, match=f"--logprobs-mode {mode}.*needs .*vllm serve MODEL --logprobs-mode"):
+        with pytest.raises(
+            ValueError, match=f"--logprobs-mode {mode}.*needs .*vllm serve MODEL --host 127.0.0.1 --logprobs-mode"
+        ):
             ready(server, **options)
 
 
@@ -343,6 +395,24 @@ def test_a_run_whose_server_sleeps_while_it_trains(server: FakeVLLM) -> None:
     server.broken = {"/v1/completions"}
     with pytest.raises(WorkerError, match="/v1/completions with 500"):
         run_workers(2, train, "fsdp", server.url, config, sleep=True)
+    assert server.asleep
+
+
+def validate_long(url: str) -> None:
+    """Data rank 0 has a prompt that fits, data rank 1 one that does not."""
+    rollout = VLLMRollout(urls=[url], max_new_tokens=6, num_generations=2, sleep=True)
+    config = ModelConfig(path=str(tiny_model_folder("llama")))
+    module = PolicyModule(policy=config, rollout=rollout, reward=even_tokens, optimizer=sgd)
+    items = [Prompt(token_ids=[3] * length, index=length) for length in (3, 30)]
+    make_trainer(FSDPUlyssesStrategy()).validate(module, loader(items, 1), verbose=False)
+
+
+def test_a_prompt_that_is_too_long_on_one_rank_ends_the_run_on_all_and_servers_sleep(server: FakeVLLM) -> None:
+    server.facts["model_config"]["enable_sleep_mode"] = True
+    server.positions = 16
+    with pytest.raises(WorkerError, match="prompt 30 has 30 tokens") as error:
+        run_workers(2, validate_long, server.url, timeout=60)
+    assert len(error.value.errors) == 2
     assert server.asleep
 
 
