@@ -1,6 +1,7 @@
 """What a run leaves behind: a picture of its curves, and a list of where everything is."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ class RunReport(Callback):
             draw(pl_module.history, pd.DataFrame(self.validations), path)
         except OSError as error:  # a full disk, say; what ended the run must stay in sight
             rank_zero_warn(f"The report could not be written to {path}: {error}")
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
         drawn = [("curves", readable(path))] if path.exists() else []
         rows = [*drawn, *self._outputs(trainer, checkpoint)]
         show(trainer, Panel(render(rows), title="written", expand=False))

@@ -157,6 +157,9 @@ def naming_damage(path: Path, *further: type[Exception]) -> Iterator[None]:
     try:
         yield
     except damage as error:
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
+        if any(isinstance(cause, MemoryError | torch.OutOfMemoryError) for cause in causes):
+            raise
         reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         raise ValueError(
             f"ckpt_path={str(path)!r} cannot be read: its files were damaged or removed ({reason[0]}); use another "

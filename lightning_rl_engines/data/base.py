@@ -161,8 +161,8 @@ class ShardedDataModule(LightningDataModule, Generic[Raw, Item, Batch]):
         """Return the encoded data sets of a split, each whole; after ``setup``."""
         return self._encoded(split)
 
-    def documents(self, split: Split) -> "Iterator[RecordedDocument]":
-        """Return the documents of a split where it holds some, each whole; prompts without a response are none."""
+    def documents(self, split: Split) -> "Iterator[tuple[RecordedDocument, ...]]":
+        """Return the documents of a split, each whole and with those that share its row; prompts alone are none."""
         return iter(())
 
     def _encoded(self, split: Split) -> list[list[Item]]:

@@ -156,8 +156,8 @@ class ExperienceDataModule(ShardedDataModule[Record, RecordedDocument, Experienc
         return documents
 
     @override
-    def documents(self, split: Split) -> Iterator[RecordedDocument]:
-        return (document for documents in self._encoded(split) for document in documents)
+    def documents(self, split: Split) -> Iterator[tuple[RecordedDocument, ...]]:
+        return ((document,) for documents in self._encoded(split) for document in documents)
 
     @override
     def collate(self, items: list[RecordedDocument]) -> Experience:

@@ -127,12 +127,11 @@ class PreferenceDataModule(ShardedDataModule[Record, PreferencePair, Experience]
             if not isinstance(value, list):
                 raise ValueError(f"{place} must be a list with one number per response token, not {value!r}.")
             columns["ref_log_probs"] = aligned(value, len(prompt), len(response), place)
-        return RecordedDocument([*prompt, *response], len(response), columns, where)
+        return RecordedDocument([*prompt, *response], len(response), columns, record.where)
 
     @override
-    def documents(self, split: Split) -> Iterator[RecordedDocument]:
-        pairs = (pair for pairs in self._encoded(split) for pair in pairs)
-        return (document for pair in pairs for document in (pair.chosen, pair.rejected))
+    def documents(self, split: Split) -> Iterator[tuple[RecordedDocument, ...]]:
+        return ((pair.chosen, pair.rejected) for pairs in self._encoded(split) for pair in pairs)
 
     @override
     def collate(self, items: list[PreferencePair]) -> Experience:

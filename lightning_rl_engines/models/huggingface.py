@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from lightning_rl_engines.sequence.packing import MicroBatch
 
 
+_COMPUTED = ("inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+"""Ends of the names of constants, frequencies and causal masks, that older checkpoints hold."""
+
+
 def load_hf_model(
     config: ModelConfig,
     *,
@@ -151,8 +155,10 @@ def _from_pretrained(
 def _left_in_backbone(model: "PreTrainedModel", unexpected: Iterable[str]) -> list[str]:
     """Weights of a backbone that its configuration has no place for; heads that nobody asked for are none."""
     inside = f"{model.base_model_prefix}."
-    # Frequencies, which older checkpoints hold, are computed.
-    return sorted(name for name in unexpected if name.startswith(inside) and not name.endswith("inv_freq"))[:8]
+    # A save of the backbone alone has no prefix.
+    children = {name for name, _ in model.base_model.named_children()}
+    left = (name for name in unexpected if name.startswith(inside) or name.partition(".")[0] in children)
+    return sorted(name for name in left if not name.endswith(_COMPUTED))[:8]
 
 
 def _check_fresh_head(

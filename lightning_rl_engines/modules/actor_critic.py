@@ -194,6 +194,11 @@ class ActorCriticModule(PolicyModule):
         self.critic = engine.build_model(self.critic_config)
 
     @override
+    def readers(self) -> list[tuple[TokenModel, int | None]]:
+        budget = self.critic_max_tokens_per_micro_batch or self.max_tokens_per_micro_batch
+        return [*super().readers(), (self.critic, budget)]
+
+    @override
     def build_optimizers(self) -> tuple[list[Optimizer], list[LRSchedulerTypeUnion]]:
         optimizers, schedulers = super().build_optimizers()
         optimizer, scheduler = build_optimizer(

@@ -22,7 +22,7 @@ from lightning_rl_engines.modules.epochs import reopen_cut_epoch
 from lightning_rl_engines.modules.hyperparameters import plain
 from lightning_rl_engines.modules.optimization import apply_schedule, fill_total_steps, total_optimizer_steps
 from lightning_rl_engines.modules.summary import sharded_summaries
-from lightning_rl_engines.modules.training_data import Document, check_documents
+from lightning_rl_engines.modules.training_data import Unit, check_documents
 from lightning_rl_engines.optim import WarmupSchedule
 from lightning_rl_engines.sequence.experience import Experience
 from lightning_rl_engines.strategies.engine import Engine, LossFunction
@@ -207,23 +207,25 @@ class RLModule(LightningModule):
         for scheduler in self._open_schedules:
             apply_schedule(scheduler)
 
-    def check_data(self, model: TokenModel) -> None:
+    def check_data(self, model: TokenModel, max_tokens_per_micro_batch: int | None) -> None:
         """Refuse training and validation data of which a pass could not take some; before the first step.
 
         Args:
             model: The model that reads the documents.
+            max_tokens_per_micro_batch: The most tokens in a row.
 
         Raises:
             ValueError: On all ranks, as all read the same data; the message names the row.
         """
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, ShardedDataModule):
+            capacity = self.engine.row_capacity(max_tokens_per_micro_batch)
             for split in ("train", "val"):
-                check_documents(self.documents_of(data, split), model, self.max_tokens_per_micro_batch)
+                check_documents(self.units_of(data, split), model, capacity)
 
-    def documents_of(self, data: ShardedDataModule, split: Split) -> Iterator[Document]:
-        """Return the documents that a split brings, with the row each is from."""
-        return ((document.where, document.token_ids) for document in data.documents(split))
+    def units_of(self, data: ShardedDataModule, split: Split) -> Iterator[Unit]:
+        """Return the documents that a split brings, those that share a row together, with where they are from."""
+        return ((unit[0].where, [document.token_ids for document in unit]) for unit in data.documents(split))
 
     def optimizer_and_scheduler(self, index: int = 0) -> tuple[Optimizer, LRSchedulerTypeUnion | None]:
         """Return an optimizer, in Lightning's wrapper that counts steps, and its scheduler.

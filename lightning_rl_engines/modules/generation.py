@@ -101,12 +101,40 @@ class GenerationModule(RLModule):
     def on_train_start(self) -> None:
         """Give the rollout the weights that training starts from, and all prompts to look at."""
         super().on_train_start()
-        self.check_data(self.policy)
+        for model, budget in self.readers():
+            self.check_data(model, budget)
         self.sync_rollout()
         data = getattr(self.trainer, "datamodule", None)
         if self.rollout is not None and isinstance(data, ShardedDataModule):
-            for items in data.items("train"):
-                self.rollout.check_prompts([item for item in items if isinstance(item, Prompt)])
+            for split in ("train", "val"):
+                prompts = [item for items in data.items(split) for item in items if isinstance(item, Prompt)]
+                self.rollout.check_prompts(prompts)
+                if split == "train":
+                    self._check_room(prompts)
+
+    def readers(self) -> list[tuple[TokenModel, int | None]]:
+        """Return the models that read the documents of an update, and the most tokens of their rows."""
+        return [(self.policy, self.max_tokens_per_micro_batch)]
+
+    def _check_room(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse a budget that a response of the greatest length would exceed, as one will after hours.
+
+        Raises:
+            ValueError: On all ranks.
+        """
+        new = getattr(self.rollout, "max_new_tokens", None)  # a user's engine may have no limit
+        if new is None or not prompts:
+            return
+        longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+        needed = len(longest.token_ids) + new
+        for _, budget in self.readers():
+            capacity = self.engine.row_capacity(budget)
+            if capacity is not None and needed > capacity:
+                raise ValueError(
+                    f"prompt {longest.index} has {len(longest.token_ids)} tokens and may get max_new_tokens={new} "
+                    f"more, and max_tokens_per_micro_batch={budget} allows {capacity} in a row; raise it to at least "
+                    f"{needed}, or set a smaller max_new_tokens, or max_prompt_length in the data module."
+                )
 
     def watch_rollout(self, metrics: Mapping[str, float]) -> None:
         """Warn, once, if responses come from other weights or another temperature than the policy's.

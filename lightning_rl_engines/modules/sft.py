@@ -12,7 +12,7 @@ from lightning_rl_engines.data.base import ShardedDataModule, Split
 from lightning_rl_engines.models.config import ModelConfig
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.modules.supervised import DocumentModule
-from lightning_rl_engines.modules.training_data import Document
+from lightning_rl_engines.modules.training_data import Unit
 from lightning_rl_engines.rollout.base import Prompt
 from lightning_rl_engines.sequence.experience import Experience
 
@@ -90,12 +90,12 @@ class SFTModule(DocumentModule):
         )
 
     @override
-    def documents_of(self, data: ShardedDataModule, split: Split) -> Iterator[Document]:
-        yield from super().documents_of(data, split)
+    def units_of(self, data: ShardedDataModule, split: Split) -> Iterator[Unit]:
+        yield from super().units_of(data, split)
         for items in data.items(split):
             for prompt in items:
                 if isinstance(prompt, Prompt):
-                    yield f"Prompt {prompt.index} for {split}", [*prompt.token_ids, *self._response(prompt)]
+                    yield f"Prompt {prompt.index} for {split}", [[*prompt.token_ids, *self._response(prompt)]]
 
     def _response(self, prompt: Prompt) -> Sequence[int]:
         value: Any = prompt.columns.get(self.completion_column)

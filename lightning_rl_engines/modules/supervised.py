@@ -114,9 +114,9 @@ class DocumentModule(RLModule):
 
     @override
     def on_train_start(self) -> None:
-        """Look at all documents that will come."""
+        """Refuse unusable training and validation documents before the first step."""
         super().on_train_start()
-        self.check_data(self.model)
+        self.check_data(self.model, self.max_tokens_per_micro_batch)
 
     @property
     def _needs_entropy(self) -> bool:

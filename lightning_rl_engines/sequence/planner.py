@@ -390,6 +390,5 @@ def _too_long(
 def _unit_too_long(unit: int, tokens: int, budget: int | None, multiple_of: int) -> str:
     return (
         f"the documents of unit {unit} have {tokens} tokens together, more than max_tokens_per_micro_batch={budget} "
-        "allows in the row that "
-        f"they share: raise it to at least {round_up(tokens, multiple_of)}, or shorten them"
+        f"allows in the row that they share: raise it to at least {round_up(tokens, multiple_of)}, or shorten them"
     )

@@ -15,7 +15,7 @@ from lightning_rl_engines.strategies.passes import LossFunction
 ERROR = "error"
 """Name under which :meth:`MetricAccumulator.finish` sends what a rank's loss raised; counts from every rank."""
 
-GRADIENT = "gradient"
+GRADIENT = "has_gradient"
 """Name under which :meth:`MetricAccumulator.finish` sends whether a rank's loss has a gradient."""
 
 _LOSS = "loss"
@@ -55,6 +55,8 @@ class MetricAccumulator:
                 self.add(result)
                 self._has_gradient |= result.total.requires_grad
                 return result
+            except torch.OutOfMemoryError:
+                raise  # no rank has the memory to go on with; the pass says what would need less
             except Exception as error:
                 self._error = error
         first = next(output for output in outputs if output is not None)

@@ -28,10 +28,9 @@ from lightning_rl_engines.strategies.offload import Offloader
 from lightning_rl_engines.strategies.optimizer_check import require_exact_optimizer
 from lightning_rl_engines.strategies.precision import EnginePrecision
 from lightning_rl_engines.strategies.ranks import MeshRanks
-from lightning_rl_engines.strategies.validation import refuse_callbacks
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 # What Lightning itself makes of Trainer(precision=...) for its own strategies.
 _FROM_TRAINER = (Precision, FSDPPrecision, HalfPrecision, MixedPrecision)
@@ -114,11 +113,6 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
         return dtype
 
     # ---- processes ----
-
-    @override
-    def connect(self, model: "LightningModule") -> None:
-        super().connect(model)
-        refuse_callbacks(model.trainer)
 
     @override
     def _configure_launcher(self) -> None:
@@ -256,11 +250,11 @@ class EngineStrategy(MeshRanks, ShardedCheckpoints, ParallelStrategy):
     def setup_optimizers(self, trainer: "Trainer") -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            require_exact_optimizer(optimizer, self._cut_like_parameters)
+            require_exact_optimizer(optimizer, self._cut_like_parameters, self.root_device)
 
     @abstractmethod
     def _cut_like_parameters(self, matrix: Tensor) -> Sequence[Tensor]:
-        """Cut a matrix as the parameters of models are; by all ranks."""
+        """Cut a matrix, the same on all ranks, as the parameters of models are; without communication."""
 
     @override
     def clip_grad_norm(self, model: nn.Module, max_norm: float | None) -> Tensor:

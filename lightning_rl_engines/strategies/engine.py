@@ -87,6 +87,17 @@ class Engine(ABC):
         """Device that rows are moved to."""
 
     @abstractmethod
+    def row_capacity(self, budget: int | None) -> int | None:
+        """Return the most tokens that documents of a row may have; ``None`` for no limit.
+
+        Args:
+            budget: ``max_tokens_per_micro_batch``.
+
+        Raises:
+            ValueError: The budget holds no row.
+        """
+
+    @abstractmethod
     def build_model(self, config: ModelConfig, *, trainable: bool = True) -> TokenModel:
         """Build and shard a model; call it in ``configure_model``.
 

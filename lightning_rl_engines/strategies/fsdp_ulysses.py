@@ -31,7 +31,12 @@ from lightning_rl_engines.strategies.forward_check import require_plain_outputs
 from lightning_rl_engines.strategies.loading import load_on_rank_zero
 from lightning_rl_engines.strategies.placing import move_around_models
 from lightning_rl_engines.strategies.sharding import FSDPLayout, fsdp_layout, shard
-from lightning_rl_engines.strategies.validation import require_divisor, require_engine_models, require_size
+from lightning_rl_engines.strategies.validation import (
+    refuse_callbacks,
+    require_divisor,
+    require_engine_models,
+    require_size,
+)
 
 
 class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  # EngineStrategy narrows
@@ -128,6 +133,7 @@ class FSDPUlyssesStrategy(EngineStrategy, FSDPStrategy):  # type: ignore[misc]  
 
     @override
     def setup_environment(self) -> None:
+        refuse_callbacks(self.lightning_module)
         self._check_layout()
         self._join_alone()
         super().setup_environment()

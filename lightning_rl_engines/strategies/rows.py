@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_rl_engines.models.token_model import TokenModel
 from lightning_rl_engines.sequence import Experience, MicroBatch, pack_row, return_columns
+from lightning_rl_engines.sequence.planner import row_capacity
 from lightning_rl_engines.strategies.accumulator import ERROR, MetricAccumulator
 from lightning_rl_engines.strategies.engine import Engine
 from lightning_rl_engines.strategies.global_batch import GlobalBatch, describe, plan_batch
@@ -40,6 +41,10 @@ class RowPasses(Engine):
     def _row_length(self, model: nn.Module, tokens: int, budget: int | None) -> int | None:
         """Length of a row with its padding, within the budget; ``None`` for the next multiple of ``_row_multiple``."""
         return None
+
+    @override
+    def row_capacity(self, budget: int | None) -> int | None:
+        return row_capacity(budget, self._row_multiple)
 
     @property
     def _rows_multiple_of(self) -> int:

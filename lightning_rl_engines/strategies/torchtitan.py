@@ -33,7 +33,7 @@ from lightning_rl_engines.strategies.pipeline import PipelinePasses
 from lightning_rl_engines.strategies.pipeline_order import stages_per_rank
 from lightning_rl_engines.strategies.placing import move_around_models
 from lightning_rl_engines.strategies.row_lengths import compiled_length, padded_length
-from lightning_rl_engines.strategies.validation import require_engine_models
+from lightning_rl_engines.strategies.validation import refuse_callbacks, require_engine_models
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -160,6 +160,7 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        refuse_callbacks(self.lightning_module)
         degrees = self.degrees.resolve(self.num_processes * self.num_nodes)
         self._check_options()
         prepare_torchtitan(self.root_device.type)
@@ -327,7 +328,7 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
     @override
     def _cut_like_parameters(self, matrix: Tensor) -> Sequence[Tensor]:
         placements = [Replicate(), Shard(0), Replicate(), Shard(1)]  # pp, dp, sp, tp
-        return [distribute_tensor(matrix.to(self.root_device), self.mesh, placements)]
+        return [distribute_tensor(matrix, self.mesh, placements, src_data_rank=None)]
 
     @override
     def _gradient_scale(self, model: nn.Module) -> float:

@@ -1,8 +1,8 @@
 """What a strategy refuses: sizes that do not fit the run, parameters that it would not train."""
 
-from typing import Any
+from typing import Any, cast
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -36,13 +36,15 @@ def require_engine_models(module: nn.Module) -> None:
         )
 
 
-def refuse_callbacks(trainer: Trainer) -> None:
+def refuse_callbacks(module: LightningModule | None) -> None:
     """Refuse callbacks that copy or cut a module's parameters, which here are sharded or do not exist yet.
+
+    Before any callback's own ``setup``, and after the module's ``configure_callbacks``.
 
     Raises:
         MisconfigurationException: With the name of one.
     """
-    for callback in getattr(trainer, "callbacks", ()):
+    for callback in [] if module is None else cast(Any, module.trainer).callbacks:
         if isinstance(callback, ModelPruning | StochasticWeightAveraging | WeightAveraging):
             raise MisconfigurationException(
                 f"the callback {type(callback).__name__} works on whole parameters, and this strategy's are sharded; "

@@ -1,13 +1,16 @@
 """Other architectures of transformers: exact under sequence parallelism, or refused when they are built."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lightning_rl_engines import Experience, ModelConfig
 from lightning_rl_engines.models.forward_check import COVERED, difference, probe_documents
+from lightning_rl_engines.models.huggingface import load_hf_model
 from tests.models.architectures import VOCABULARY, save_small_model
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import score_loss
@@ -115,18 +118,34 @@ def test_a_check_of_a_whole_model_is_refused_where_no_rank_holds_one() -> None:
         run_workers(1, build, folder, None, {"check_forward": True}, {"engine": "torchtitan"})
 
 
-def test_weights_that_a_configuration_has_no_place_for_are_refused(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    config = tiny_config("llama", num_hidden_layers=1)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(WorkerError, match=r"missing \[\], of another shape \[\], left over \['model.layers.1"):
-        run_workers(1, build, str(tmp_path), None, {}, {})
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("part", ["model", "backbone"])
+def test_weights_that_a_configuration_has_no_place_for_are_refused(tmp_path: Path, part: str, head: Any) -> None:
+    # Tied, so that a save of the backbone alone lacks nothing.
+    model = tiny_model("llama_tied")
+    (model if part == "model" else model.model).save_pretrained(tmp_path)
+    tiny_config("llama_tied", num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"missing \[\], of another shape \[\], left over \['(model\.)?layers.1"):
+        load_hf_model(ModelConfig(path=str(tmp_path), head=head))
+
+
+def test_masks_of_old_checkpoints_are_no_weights(tmp_path: Path) -> None:
+    folder = Path(save_small_model(tmp_path, "gpt2", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
+    weights = load_file(folder / "model.safetensors")
+    weights |= {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4), "transformer.h.0.attn.masked_bias": torch.ones(1)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load_hf_model(ModelConfig(path=str(folder)))
 
 
 def test_what_counts_as_rounding() -> None:
-    found, expected = torch.tensor([0.0, 0.5]), torch.zeros(2)
+    found, expected = torch.tensor([-2.0, 2.5]), torch.tensor([-2.0, 2.0])
     assert difference(found, expected, torch.float32) == (0.5, 1e-3)
     assert difference(found, expected, torch.bfloat16) == (0.25, 0.2)
+    # Of values that lie close together, in another order.
+    gap, limit = difference(found / 50, found.flip(0) / 50, torch.bfloat16)
+    assert gap > 3 * limit > 0
     documents = probe_documents(VOCABULARY)
     assert all(int(ids.min()) >= 0 and int(ids.max()) < VOCABULARY for ids in documents)
     assert "llama" in COVERED

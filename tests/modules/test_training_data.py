@@ -79,6 +79,13 @@ def row(**changes: Any) -> str:
 LONG = [3] * 63
 VOCABULARY = r"token id 999, but the vocabulary ends at \d+; encode it with the model's own tokenizer"
 CASES = {
+    "prompt-validation": ("prompt", {"prompt": [3] * 64}, "prompt 5 has 64 tokens", {"split": "val"}),
+    "prompt-room": (
+        "prompt",
+        {"prompt": [3] * 30},
+        "prompt 5 has 30 tokens and may get max_new_tokens=4 more, .*=32 allows 32 in a row; raise it to at least 34",
+        {"max_tokens_per_micro_batch": 32},
+    ),
     "prompt-long": (
         "prompt",
         {"prompt": [3] * 64},
@@ -95,15 +102,15 @@ CASES = {
     "experience-budget": (
         "experience",
         {"response": [3] * 20},
-        "line 6: 22 tokens, more than max_tokens_per_micro_batch=16 allows in a row; raise it to at least 22",
+        "line 6: 22 tokens in a row, more than the 16 that max_tokens_per_micro_batch allows; raise it to at least 22",
         {"max_tokens_per_micro_batch": 16},
     ),
     "sft-vocabulary": ("sft", {"prompt": [999]}, f"Prompt 5 for train: {VOCABULARY}", {}),
-    "dpo-vocabulary": ("dpo", {"rejected": [999]}, f"line 6: column 'rejected': {VOCABULARY}", {}),
+    "dpo-vocabulary": ("dpo", {"rejected": [999]}, f"line 6: {VOCABULARY}", {}),
     "reward-budget": (
         "reward",
         {"chosen": LONG},
-        "line 6: column 'chosen': 65 tokens, more than max_tokens_per_micro_batch=64",
+        "line 6: 69 tokens in a row, more than the 64 that max_tokens_per_micro_batch allows",
         {"max_tokens_per_micro_batch": 64},
     ),
 }
@@ -120,6 +127,6 @@ def test_a_row_that_no_pass_takes_is_refused_before_training(tmp_path: Path, cas
 def test_a_model_with_a_table_of_positions_ends_with_it() -> None:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=8))
     model = cast(TokenModel, SimpleNamespace(config=config, longest_document=4))
-    check_documents([("row 1", [7] * 4), ("row 2", [])], model, None)
+    check_documents([("row 1", [[7] * 4]), ("row 2", [])], model, None)
     with pytest.raises(ValueError, match="row 2: 5 tokens, and the model has max_position_embeddings=4"):
-        check_documents([("row 1", [7] * 4), ("row 2", [7] * 5)], model, None)
+        check_documents([("row 1", [[7] * 4]), ("row 2", [[7], [7] * 5])], model, None)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_rl_engines import FSDPUlyssesStrategy, ModelConfig, TorchTitanStrategy
+from lightning_rl_engines.strategies.optimizer_check import require_exact_optimizer
 from tests.support import run_workers
 from tests.support.engine import EngineModule
 from tests.support.lightning_env import make_trainer
@@ -39,12 +40,41 @@ class Trust(Optimizer):
                     parameter.sub_(parameter.grad * group["lr"] * parameter.square().sum().sqrt())
 
 
-class Named(Trust):
-    """Cannot be made from its defaults alone."""
+class NamedTrust(Trust):
+    """Cannot be made from its options alone."""
 
     def __init__(self, parameters: Any, *, names: list[str]) -> None:
         super().__init__(parameters)
         self.names = names
+
+
+class Named(torch.optim.SGD):
+    """The same, element by element."""
+
+    def __init__(self, parameters: Any, *, names: list[str]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.names = names
+
+
+class NormalisedAdamW(torch.optim.AdamW):
+    """Where a group says so, and after ten steps, steps of a matrix have length 1."""
+
+    @override
+    def step(self, closure: Any = None) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        super().step(closure)
+        for group in self.param_groups:
+            if group.get("normalised") and self.count > 10:
+                for parameter in group["params"]:
+                    parameter.data.div_(parameter.data.square().sum().sqrt())
+
+
+class Broken(Trust):
+    """Cannot step at all."""
+
+    @override
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("not here")
 
 
 class Module(EngineModule):
@@ -67,6 +97,9 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": torch.optim.Adagrad,
     "radam": torch.optim.RAdam,
     "named": lambda parameters: Named(parameters, names=["all"]),
+    "named-trust": lambda parameters: NamedTrust(parameters, names=["all"]),
+    "normalised": lambda parameters: NormalisedAdamW([{"params": list(parameters), "normalised": True}]),
+    "not-normalised": NormalisedAdamW,
     "adafactor": torch.optim.Adafactor,
     "lbfgs": torch.optim.LBFGS,
     "trust": Trust,
@@ -75,6 +108,8 @@ REFUSED = {
     "fsdp": {
         "adafactor": "Adafactor takes other steps on sharded parameters",
         "lbfgs": "LBFGS evaluates the loss within its steps; use one without, such as AdamW",
+        "named-trust": "NamedTrust takes other steps",
+        "normalised": "NormalisedAdamW takes other steps",
         "trust": "Trust takes other steps on sharded parameters.* depend on the number of ranks",
     },
     # DTensor sums the squares of all shards, and does not know what Adafactor does in place.
@@ -103,6 +138,26 @@ def test_an_optimizer_takes_the_steps_of_whole_parameters_or_is_refused(layout: 
             assert re.search(REFUSED[layout].get(name, "^$"), message, re.DOTALL), (name, message)
 
 
+def test_an_optimizer_that_cannot_be_tried_is_warned_about() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.warns(
+        UserWarning, match=r"Broken takes the same steps .* could not be tried \(RuntimeError: not here\)"
+    ):
+        require_exact_optimizer(Broken([parameter]), lambda matrix: [matrix], torch.device("cpu"))
+
+
+class Bringing(Module):
+    """Brings the callback itself."""
+
+    def __init__(self, callback: Callback) -> None:
+        super().__init__(torch.optim.SGD)
+        self.callback = callback
+
+    @override
+    def configure_callbacks(self) -> list[Callback]:
+        return [self.callback]
+
+
 def with_callback(callback: Callback, layout: str) -> None:
     _, strategy, options = LAYOUTS[layout]
     make_trainer(strategy(**options), **ONE_STEP, callbacks=[callback]).fit(
@@ -119,3 +174,5 @@ def test_a_callback_on_whole_parameters_is_refused(callback: Callback) -> None:
     for layout in LAYOUTS:
         with pytest.raises(MisconfigurationException, match=f"the callback {type(callback).__name__} works on whole"):
             with_callback(callback, layout)
+        with pytest.raises(MisconfigurationException, match=f"the callback {type(callback).__name__} works on whole"):
+            make_trainer(LAYOUTS[layout][1](), **ONE_STEP).fit(Bringing(callback), DataLoader(range(4)))
