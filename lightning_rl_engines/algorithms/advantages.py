@@ -6,6 +6,7 @@ A group without a learning signal (one document, or equal rewards) never gives N
 
 import math
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,12 @@ class Advantage(ABC):
     """Base of the advantage estimators that give each response one number.
 
     Subclasses implement :meth:`estimate`; validation, precision and devices are handled here.
+
+    Attributes:
+        needs_groups: Whether a response without others to the same prompt has no advantage.
     """
+
+    needs_groups: ClassVar[bool] = False
 
     def __call__(self, rewards: Tensor, group_ids: Tensor, response_lengths: Tensor) -> Tensor:
         """Compute the advantage of each response. No communication: pass the documents of all ranks.
@@ -75,6 +81,8 @@ class GRPOAdvantage(Advantage):
     group of equal rewards get exact zeros.
     """
 
+    needs_groups = True
+
     def __init__(self, *, normalize_std: bool = True, eps: float = 1e-6) -> None:
         """Configure the estimator.
 
@@ -107,6 +115,8 @@ class DrGRPOAdvantage(Advantage):
     length. A group of one and a group of equal rewards get exact zeros.
     """
 
+    needs_groups = True
+
     @override
     def estimate(self, rewards: Tensor, groups: Tensor, count: int, response_lengths: Tensor) -> Tensor:
         return center_by_group(rewards, groups, count)
@@ -118,6 +128,8 @@ class RLOOAdvantage(Advantage):
     Equal to ``n / (n - 1) * (r - mean)`` for a group of ``n``. A group of one has no others and gets an exact zero,
     as does a group of equal rewards.
     """
+
+    needs_groups = True
 
     @override
     def estimate(self, rewards: Tensor, groups: Tensor, count: int, response_lengths: Tensor) -> Tensor:

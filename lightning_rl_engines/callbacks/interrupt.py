@@ -157,7 +157,7 @@ class GracefulInterrupt(Callback):
         directory = self.dirpath or (callback.dirpath if callback is not None else None)
         directory = directory or os.path.join(trainer.default_root_dir, "checkpoints")
         path = str(Path(directory) / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}")
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         if isinstance(trainer.strategy, ShardedCheckpoints):
             trainer.strategy.finish_checkpoints()
         rank_zero_info(f"Saved {path}; continue with --ckpt_path last, or Trainer.fit(ckpt_path={path!r}).")

@@ -120,8 +120,8 @@ class RunReport(Callback):
     def _outputs(self, trainer: Trainer, checkpoint: str | None) -> list[tuple[str, str]]:
         rows = []
         for logger in trainer.loggers:
-            if isinstance(logger, CSVLogger):
-                rows.append(("metrics", readable(logger.experiment.metrics_file_path)))
+            if isinstance(logger, CSVLogger) and (path := Path(logger.experiment.metrics_file_path)).exists():
+                rows.append(("metrics", readable(path)))
         if self._directory is not None and (samples := Path(self._directory, SAMPLES)).exists():
             rows.append(("samples", readable(samples)))
         saved = [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)]

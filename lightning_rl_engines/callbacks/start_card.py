@@ -114,7 +114,7 @@ def run_length(max_steps: int, max_epochs: int | None, steps_per_update: int) ->
     """Say when the run ends, in updates where that is known."""
     parts = []
     if max_steps != -1:
-        parts.append(f"{max_steps // steps_per_update:,} updates ({max_steps:,} optimizer steps)")
+        parts.append(f"{-(-max_steps // steps_per_update):,} updates ({max_steps:,} optimizer steps)")
     if max_epochs not in (None, -1):
         parts.append(f"{max_epochs:,} passes over the prompts")
     return ", or ".join(parts) if parts else "until it is stopped"

@@ -86,7 +86,7 @@ class UpdateCheckpoint(ModelCheckpoint):
             return
         assert self.dirpath is not None
         self.last_model_path = os.path.join(self.dirpath, f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")
-        trainer.save_checkpoint(self.last_model_path)
+        trainer.save_checkpoint(self.last_model_path, weights_only=False)
         self._saved_updates = updates
 
 

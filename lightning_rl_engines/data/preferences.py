@@ -105,7 +105,7 @@ class PreferenceDataModule(ShardedDataModule[Record, PreferencePair, Experience]
         reference = any(record.row.get(f"{side}_ref_log_probs") is not None for record in raw for side in _SIDES)
         pairs = []
         for index, record in enumerate(raw):
-            prompt, _ = self._encoder(record[self.prompt_column], record.where)
+            prompt, _ = self._encoder(record.get(self.prompt_column, "prompt_column"), record.where)
             pairs.append(
                 PreferencePair(**{side: self._document(record, prompt, side, index, reference) for side in _SIDES})
             )
@@ -115,7 +115,7 @@ class PreferenceDataModule(ShardedDataModule[Record, PreferencePair, Experience]
     def _document(self, record: Record, prompt: list[int], side: str, index: int, reference: bool) -> RecordedDocument:
         where = f"{record.where}: column {self.columns[side]!r}"
         response = response_ids(
-            _answer(record[self.columns[side]], where),
+            _answer(record.get(self.columns[side], f"{side}_column"), where),
             where,
             tokenizer=self.resolve_tokenizer,
             append_eos=self.append_eos,

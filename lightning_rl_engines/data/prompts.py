@@ -170,7 +170,7 @@ class PromptDataModule(ShardedDataModule[Record, Prompt, list[Prompt]]):
     def encode(self, raw: Sequence[Record], split: Split) -> list[Prompt]:
         prompts = []
         for index, record in enumerate(raw):
-            ids, text = self._encoder(record[self.prompt_column], record.where)
+            ids, text = self._encoder(record.get(self.prompt_column, "prompt_column"), record.where)
             if self.max_prompt_length is None or len(ids) <= self.max_prompt_length:
                 columns = {name: value for name, value in record.row.items() if name != self.prompt_column}
                 prompts.append(Prompt(token_ids=ids, columns=columns, index=index, text=text))

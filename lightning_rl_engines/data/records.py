@@ -24,8 +24,17 @@ class Record:
         Raises:
             ValueError: The row lacks it.
         """
+        return self.get(column)
+
+    def get(self, column: str, option: str | None = None) -> Any:
+        """Return a column, which an option of the data module names.
+
+        Raises:
+            ValueError: The row lacks it.
+        """
         if self.row.get(column) is None:
-            raise ValueError(f"{self.where}: column {column!r} is missing; the row has {sorted(self.row)}.")
+            hint = "" if option is None else f"; name the one that is meant with {option}"
+            raise ValueError(f"{self.where}: column {column!r} is missing; the row has {sorted(self.row)}{hint}.")
         return self.row[column]
 
 

@@ -95,7 +95,10 @@ def compute_rewards(
     for index in range(len(prompts)):
         terms = [reward.weight * value for name, reward in rewards.items() if (value := named[name][index]) is not None]
         if not terms:
-            rank_zero_warn("No reward applies to some samples (all functions returned None); their total is 0.")
+            rank_zero_warn(
+                f"No reward applies to some samples: {sorted(rewards)} returned None for them, and their total is 0. "
+                "If a function returns nothing for any sample, a return is missing."
+            )
         totals.append(math.fsum(terms))
     return totals, named
 

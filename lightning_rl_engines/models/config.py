@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
@@ -188,6 +189,12 @@ class ModelConfig:
             values["lora"] = lora_to_dict(self.lora_config)
         return {item.name: values[item.name] for item in fields(self) if values[item.name] != item.default}
 
+    def _require_folder(self) -> None:
+        # transformers takes for a name on the hub whatever is no folder.
+        name = self.path or str(self.from_config)
+        if name.startswith(("/", "./", "../", "~")) and not Path(name).exists():
+            raise ValueError(f"the model folder {name!r} does not exist (working directory {str(Path.cwd())!r}).")
+
     def load_hf_config(self) -> "PretrainedConfig":
         """Read the Hugging Face configuration; dropouts are set to 0 with a warning.
 
@@ -200,6 +207,7 @@ class ModelConfig:
         if isinstance(self.from_config, dict):
             config = AutoConfig.for_model(**copy.deepcopy(self.from_config))
         else:
+            self._require_folder()
             config = AutoConfig.from_pretrained(
                 self.path or str(self.from_config), trust_remote_code=self.trust_remote_code, revision=self.revision
             )

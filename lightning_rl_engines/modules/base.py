@@ -77,6 +77,7 @@ class RLModule(LightningModule):
         self.balance = balance
         self.max_skipped_steps = max_skipped_steps
         self._engine: Engine | None = None
+        self._starts_over = False
         self._optimizers_and_schedulers: tuple[list[Optimizer], list[LRSchedulerTypeUnion]] | None = None
         self._open_schedules: list[WarmupSchedule] = []
         self._updates = 0
@@ -153,10 +154,7 @@ class RLModule(LightningModule):
         if self._engine is engine:
             return
         if self._engine is not None:
-            rank_zero_warn(
-                f"{type(self).__name__} was built by another Trainer's strategy and is built anew from its "
-                "configuration: it starts over unless ckpt_path=... is given. The same Trainer would go on with it."
-            )
+            self._starts_over = True
             self._updates, self._history, self._skipped_in_a_row = 0, [], {}
         self._optimizers_and_schedulers = None
         self.build_models(engine)
@@ -204,6 +202,12 @@ class RLModule(LightningModule):
     @override
     def on_train_start(self) -> None:
         """Take the learning rate of this step from schedules whose length has changed since the last one."""
+        if self._starts_over and self.trainer.ckpt_path is None:
+            rank_zero_warn(
+                f"{type(self).__name__} was built by another Trainer's strategy and is built anew from its "
+                "configuration: it starts over, as ckpt_path=... is not given. The same Trainer would go on with it."
+            )
+        self._starts_over = False
         for scheduler in self._open_schedules:
             apply_schedule(scheduler)
 

@@ -54,6 +54,8 @@ class GenerationModule(RLModule):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if not isinstance(policy, ModelConfig):
+            raise TypeError(f"policy={policy!r} is no ModelConfig; use ModelConfig(path={policy!r}).")
         self.policy_config = policy
         self.rollout = rollout
         self.rewards = _named_rewards(reward)
@@ -187,6 +189,11 @@ class GenerationModule(RLModule):
         failure: Exception | None = None
         generations: list[list[Generation]] = []
         try:
+            if strange := [type(item).__name__ for item in prompts if not isinstance(item, Prompt)]:
+                raise TypeError(
+                    f"a batch holds {strange[0]} instead of Prompt; use PromptDataModule, or a loader of "
+                    "Prompt(token_ids=[...], columns={...})."
+                )
             generations = self.require_rollout().generate(prompts, greedy=greedy, num_generations=num_generations)
         except Exception as error:
             failure = error

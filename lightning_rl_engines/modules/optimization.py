@@ -52,12 +52,18 @@ def build_optimizer(
 
     Raises:
         ValueError: The model has no trainable parameter, or the scheduler needs a metric.
+        TypeError: The optimizer is no function.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError(
             "The model has no trainable parameter; leave requires_grad on for at least one, with a pipeline in each "
             "rank's stages."
+        )
+    if isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"the optimizer {type(optimizer).__name__} is built already, of parameters that the engine does not train; "
+            "give a function, as in optimizer=lambda parameters: AdamW(parameters, lr=1e-5)."
         )
     built = optimizer(parameters)
     if lr_scheduler is None:

@@ -148,6 +148,11 @@ class PolicyModule(GenerationModule):
         ):
             require_at_least(name, value, 1, 1)
         self.loss = loss
+        if getattr(advantage, "needs_groups", False) and getattr(rollout, "num_generations", 2) == 1:
+            raise ValueError(
+                f"num_generations=1 with {type(advantage).__name__} gives every response an advantage of 0; sample 2 "
+                "or more responses to a prompt, or use ReinforcePlusPlusAdvantage()."
+            )
         self.advantage = advantage
         needed = bool(getattr(loss, "needs_reference", False))
         self.reference_config = find_reference(reference, policy, rollout, needed=needed)

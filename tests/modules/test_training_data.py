@@ -1,12 +1,15 @@
 """All data is looked at before the first step."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_rl_engines import (
@@ -19,6 +22,7 @@ from lightning_rl_engines import (
     PreferenceDataModule,
     PromptDataModule,
     RewardModelModule,
+    RLOOAdvantage,
     SFTModule,
 )
 from lightning_rl_engines.models import TokenModel
@@ -130,3 +134,35 @@ def test_a_model_with_a_table_of_positions_ends_with_it() -> None:
     check_documents([("row 1", [[7] * 4]), ("row 2", [])], model, None)
     with pytest.raises(ValueError, match="row 2: 5 tokens, and the model has max_position_embeddings=4"):
         check_documents([("row 1", [[7] * 4]), ("row 2", [[7], [7] * 5])], model, None)
+
+
+def test_what_a_script_gets_wrong_is_named() -> None:
+    with pytest.raises(TypeError, match=r"policy='tiny' is no ModelConfig; use ModelConfig\(path='tiny'\)"):
+        PolicyModule(policy=cast(ModelConfig, "tiny"), optimizer=sgd)
+    with pytest.raises(ValueError, match="num_generations=1 with RLOOAdvantage gives every response an advantage of 0"):
+        PolicyModule(policy=POLICY, rollout=HFRollout(num_generations=1), reward=even_tokens, advantage=RLOOAdvantage())
+    with pytest.raises(ValueError, match=r"the model folder './missing' does not exist"):
+        ModelConfig(path="./missing").load_hf_config()
+
+
+def fit_strangely(kind: str) -> str:
+    made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    rollout = HFRollout(num_generations=2, max_new_tokens=4)
+    module = PolicyModule(
+        policy=POLICY, rollout=rollout, reward=even_tokens, optimizer=cast(Any, made) if kind == "optimizer" else sgd
+    )
+    with pytest.raises((TypeError, RuntimeError)) as error:
+        make_trainer(FSDPUlyssesStrategy(), max_steps=2).fit(module, DataLoader(["a", "b"], batch_size=2))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("optimizer", "the optimizer SGD is built already, .*optimizer=lambda parameters: AdamW"),
+        ("batch", r"a batch holds str instead of Prompt; use PromptDataModule, or a loader of Prompt\(token_ids"),
+    ],
+)
+def test_what_training_cannot_use_is_named(kind: str, words: str) -> None:
+    (message,) = run_workers(1, fit_strangely, kind)
+    assert re.search(words, message)
