@@ -113,8 +113,14 @@ def run_command(command: str, folder: str, steps: int) -> None:
         main([*shlex.split(command)[1:], f"--trainer.max_steps={steps}"])
 
 
+def command_case(config: str, command: str):
+    # Another test runs the first command of each file, to go on from it or for longer.
+    costly = command == commands_of(config)[0] or "devices 4" in command
+    return pytest.param(config, command, marks=[pytest.mark.exhaustive] * costly)
+
+
 @pytest.mark.parametrize(
-    ("config", "command"), [(config, command) for config in CONFIGS for command in commands_of(config)]
+    ("config", "command"), [command_case(config, command) for config in CONFIGS for command in commands_of(config)]
 )
 def test_a_command_in_a_configuration_trains(tmp_path, config, command):
     (tmp_path / "examples").symlink_to(EXAMPLES)
@@ -134,17 +140,20 @@ def test_a_command_in_a_configuration_trains(tmp_path, config, command):
     ("config", "steps", "rise"),
     [
         # The experts of each layer lie on two processes.
-        ("grpo_moe.yaml", 120, 0.07),
+        ("grpo_moe.yaml", 96, 0.03),
         pytest.param("ppo_quickstart.yaml", 320, 0.07, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_configuration_learns(tmp_path, config, steps, rise):
-    """As it stands, in processes that the launcher starts, but for a shorter time: it begins at 0.03."""
+    """As it stands, in processes that the launcher starts, but for a shorter time.
+
+    It begins at 0.03, and with other seeds it rises by twice as much; without a learning rate it would fall by 0.005.
+    """
     ends = (f"--trainer.max_steps={steps}", f"--trainer.default_root_dir={tmp_path}")
     sink = f"--trainer.callbacks.sink.path={tmp_path / 'hf'}"
     run_python("-m", "lightning_rl_engines", "fit", f"--config=examples/{config}", *ends, sink)
     rewards = pandas.read_csv(tmp_path / "logs" / "version_0" / "metrics.csv")["train/reward"].dropna().tolist()
-    assert len(rewards) >= 15
+    assert len(rewards) >= 12
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + rise
 
 
