@@ -1,6 +1,7 @@
 """Off-load: training is bit for bit the same, nothing multiplies, and what is off-loaded is off the device."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from lightning_rl_engines import ModelConfig, PolicyLoss
 from lightning_rl_engines.strategies.offload import HostBuffers, local_part
 from tests.strategies.reference import Documents, make_documents
-from tests.strategies.steps import assert_same
+from tests.strategies.steps import assert_same, value_loss
 from tests.support import run_workers
 from tests.support.engine import EngineModule, share, with_engine
 from tests.support.live import LiveTensors
@@ -27,30 +28,42 @@ def state_tensors(optimizer: Any) -> list[Tensor]:
 
 def train(folder: str, documents: Documents, cycles: int, **strategy: Any) -> Any:
     """AdamW over some cycles of inference, training and export; weights, and what was on the device in between."""
-    notes: dict[str, Any] = {"storages": [], "parameter_bytes": [], "state_bytes": [], "scalars": []}
+    notes: dict[str, Any] = {"storages": [], "bytes": [], "parameter_bytes": [], "state_bytes": [], "scalars": []}
 
     def body(module: EngineModule) -> Any:
         engine: Any = module.engine
-        optimizer = torch.optim.AdamW(module.policy.parameters(), 1e-2)
+        trained = {"policy": (module.policy, PolicyLoss()), "critic": (module.critic, value_loss)}
+        reference = engine.build_model(ModelConfig(path=folder), trainable=False)
+        models = [module.policy, module.critic, reference]
+        optimizers = {name: torch.optim.AdamW(model.parameters(), 1e-2) for name, (model, _) in trained.items()}
         mine = share(range(documents.size), engine.data_parallel_rank, engine.data_parallel_size)
         experience = documents.experience(mine)
+
+        def note_parameters() -> None:
+            notes["parameter_bytes"].append([bytes_on_device(model.parameters()) for model in models])
+
         with LiveTensors() as live:
             for _ in range(cycles):
-                with engine.eval_mode(module.policy):
-                    engine.infer_batch(module.policy, experience)
-                with engine.train_mode(module.policy, optimizer):
-                    engine.train_batch(module.policy, optimizer, experience, PolicyLoss(), max_grad_norm=0.1)
-                weights = dict(engine.get_per_tensor_param(module.policy))
-                notes["parameter_bytes"].append(bytes_on_device(module.policy.parameters()))
-                notes["state_bytes"].append(bytes_on_device([t for t in state_tensors(optimizer) if t.dim()]))
-                notes["scalars"].append([float(t) for t in state_tensors(optimizer) if not t.dim()][:1])
+                for model in models:
+                    with engine.eval_mode(model):
+                        engine.infer_batch(model, experience)
+                for name, (model, loss) in trained.items():
+                    with engine.train_mode(model, optimizers[name]):
+                        engine.train_batch(model, optimizers[name], experience, loss, max_grad_norm=0.1)
+                weights = {name: dict(engine.get_per_tensor_param(model)) for name, (model, _) in trained.items()}
+                note_parameters()
+                state = [state_tensors(optimizer) for optimizer in optimizers.values()]
+                notes["state_bytes"].append([bytes_on_device([t for t in found if t.dim()]) for found in state])
+                notes["scalars"].append([float(t) for t in state[0] if not t.dim()][:1])
                 notes["storages"].append(len(live.storages()))
+                notes["bytes"].append(live.bytes())
         # Outside the contexts, too, a call finds its parameters.
-        columns = engine.infer_batch(module.policy, experience).columns
-        notes["parameter_bytes"].append(bytes_on_device(module.policy.parameters()))
+        columns = [engine.infer_batch(model, experience).columns for model in models]
+        note_parameters()
         return weights, columns, notes
 
-    return with_engine(body, ModelConfig(path=folder), **strategy)
+    critic = ModelConfig(path=folder, head="value", seed=3)
+    return with_engine(body, {"policy": ModelConfig(path=folder), "critic": critic}, **strategy)
 
 
 def require_flat(counts: list[int]) -> None:
@@ -75,13 +88,16 @@ def test_training_with_offload_is_bit_equal_and_frees_the_device(world: int, lay
     plain = run_workers(world, train, folder, documents, 6, **layout)
     moved = run_workers(world, train, folder, documents, 6, offload_param=True, offload_optimizer=True, **layout)
     for (weights, columns, before), (other_weights, other_columns, after) in zip(plain, moved, strict=True):
-        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
-        assert all(torch.equal(columns[name], other_columns[name]) for name in columns)
-        assert all(count > 0 for count in (*before["parameter_bytes"], *before["state_bytes"]))
-        assert after["parameter_bytes"] == [0] * 7
-        assert after["state_bytes"] == [0] * 6
+        for name, tensors in weights.items():
+            assert_same(other_weights[name], tensors)
+        for found, expected in zip(other_columns, columns, strict=True):
+            assert_same(found, expected)
+        assert all(all(counts) for counts in (*before["parameter_bytes"], *before["state_bytes"]))
+        assert after["parameter_bytes"] == [[0, 0, 0]] * 7  # of the policy, the critic and the frozen reference
+        assert after["state_bytes"] == [[0, 0]] * 6
         assert after["scalars"] == [[1.0], [2.0], [3.0], [4.0], [5.0], [6.0]]
         require_flat(after["storages"][1:])
+        require_flat(after["bytes"][1:])
 
 
 def outside_of_modes(folder: str, documents: Documents, **strategy: Any) -> Any:
@@ -183,6 +199,17 @@ def test_views_share_a_buffer_and_buffers_are_reused() -> None:
     buffers.load()
     assert torch.equal(views[2], torch.arange(12.0).view(3, 4))
     assert [item.data_ptr() for item in buffers._free[48]] == kept
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("meta", True)])
+def test_buffers_are_pinned_for_what_is_not_on_the_host(device: str, pinned: bool) -> None:
+    weight = torch.ones(3, device=device)
+    # Pinned memory needs an accelerator; to see what is asked for needs none.
+    with mock.patch("torch.empty") as allocate, mock.patch("torch.accelerator.synchronize") as wait:
+        HostBuffers().offload([weight])
+    assert allocate.call_args_list[0] == mock.call(12, dtype=torch.uint8, pin_memory=pinned)
+    assert wait.called == pinned
+    assert weight.untyped_storage().nbytes() == 0
 
 
 @pytest.mark.cuda
