@@ -100,6 +100,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {}),
     "fsdp-sp2": (2, {"ulysses_sp_size": 2}),
     "fsdp1x2": (2, {"fsdp_size": 1}),
+    "fsdp2x2": (4, {"fsdp_size": 2}),
     **{name: titan(name) for name in ("replicate2", "tp2", "cp2", "cp2-headtail", "cp2-ptrr", "pp2", "pp2-dp2")},
 }
 
