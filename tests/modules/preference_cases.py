@@ -55,17 +55,25 @@ def data(file: str, world: int, sp: int, **options: Any) -> PreferenceDataModule
 
 
 def run(
-    kind: str, file: str, world: int, sp: int, steps: int, export: str | None = None, split: str = "sp"
+    kind: str,
+    file: str,
+    world: int,
+    sp: int,
+    steps: int,
+    *,
+    model: str = "llama",
+    export: str | None = None,
+    split: str = "sp",
 ) -> dict[str, Any]:
     """Train on all pairs at once; one step by SGD, more by AdamW."""
     optimizer = sgd if steps == 1 else adam
     options: dict[str, Any] = {"optimizer": optimizer, "max_grad_norm": None, "max_tokens_per_micro_batch": 40}
     module: DPOModule | RewardModelModule
     if kind == "dpo":
-        policy = ModelConfig(path=str(tiny_model_folder("llama_tied")))
+        policy = ModelConfig(path=str(tiny_model_folder(model)))
         module = DPOModule(policy=policy, loss=DPOLoss(beta=0.5), **options)
     else:
-        module = RewardModelModule(reward_model=ModelConfig(path=critic_folder("llama"), head="value"), **options)
+        module = RewardModelModule(reward_model=ModelConfig(path=critic_folder(model), head="value"), **options)
     callbacks = []
     if export is not None:
         sink = HFFolderSink(path=export)

@@ -16,14 +16,15 @@ from tests.support import run_workers
 from tests.support.models import reference_log_probs, tiny_model_folder
 
 LAYOUTS = [(1, 1, "sp"), (2, 1, "sp"), (2, 2, "sp"), (2, 2, "tp")]
+PIPELINE = (2, 2, "pp")
 
 
 def documents(side):
     return [torch.tensor([*row["prompt"], *row[side]]) for row in cases.pairs()]
 
 
-def naive_reward_step():
-    model = plain_model(critic_folder("llama"))
+def naive_reward_step(name):
+    model = plain_model(critic_folder(name))
     scores = [torch.stack([values[-1] for values in plain_values(model, documents(side))]) for side in SIDES]
     margins = scores[0] - scores[1]
     loss = -logsigmoid(margins).mean()
@@ -31,8 +32,8 @@ def naive_reward_step():
     return stepped(model), {"loss": loss.item(), "reward_margin": margins.mean().item()}
 
 
-def naive_dpo_step():
-    folder = tiny_model_folder("llama_tied")
+def naive_dpo_step(name):
+    folder = tiny_model_folder(name)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     ratios = []
     for side in SIDES:
@@ -57,12 +58,15 @@ def stepped(model):
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", ["reward", "dpo"])
-def test_a_step_equals_the_plain_model(kind, tmp_path):
-    weights, metrics = NAIVE[kind]()
+@pytest.mark.parametrize(
+    ("kind", "model", "layouts"),
+    [("reward", "llama", [*LAYOUTS, PIPELINE]), ("dpo", "llama_tied", LAYOUTS), ("dpo", "llama", [PIPELINE])],
+)
+def test_a_step_equals_the_plain_model(kind, model, layouts, tmp_path):
+    weights, metrics = NAIVE[kind](model)
     file = cases.write_pairs(tmp_path)
-    for world, sp, split in LAYOUTS:
-        for result in run_workers(world, cases.run, kind, file, world, sp, 1, split=split):
+    for world, sp, split in layouts:
+        for result in run_workers(world, cases.run, kind, file, world, sp, 1, split=split, model=model):
             for name, tensor in result["weights"].items():
                 torch.testing.assert_close(
                     tensor, weights[name], rtol=1e-5, atol=1e-6, msg=f"{world} {sp} {split} {name}"
@@ -79,7 +83,7 @@ def test_a_step_equals_the_plain_model(kind, tmp_path):
 def test_pairs_are_learned(kind, tmp_path):
     folder = tmp_path / "hf"
     file = cases.write_pairs(tmp_path)
-    results = run_workers(2, cases.run, kind, file, 2, 1, 15, str(folder))
+    results = run_workers(2, cases.run, kind, file, 2, 1, 15, export=str(folder))
     first, last = results[0]["history"][0], results[0]["history"][-1]
     assert last["train/loss"] < first["train/loss"] - 0.3
     assert last["train/reward_accuracy"] == results[0]["val"]["val/reward_accuracy"] == 1.0

@@ -8,12 +8,22 @@ from tests.support import run_workers
 CONFIG = cases.ModelConfig(from_config={"model_type": "llama"})
 
 
+@pytest.fixture(scope="module")
+def alone():
+    return run_workers(1, runs.run_sft, 1, "sp")[0]
+
+
 @pytest.mark.parametrize(
-    ("world", "sp", "split"), [(1, 1, "sp"), (2, 1, "sp"), (2, 2, "sp"), (2, 2, "tp"), (2, 2, "pp")]
+    ("world", "sp", "split"), [(2, 1, "sp"), (2, 2, "sp"), (2, 2, "tp"), (2, 2, "cp"), (2, 2, "pp")]
 )
-def test_the_policy_learns_the_responses(world, sp, split):
-    for result in run_workers(world, runs.run_sft, sp, split):
+def test_the_policy_learns_the_responses(alone, world, sp, split):
+    for result in (alone, *run_workers(world, runs.run_sft, sp, split)):
         rows = result["history"]
+        if sp == world:  # the same documents in each step as on one process
+            assert result["val"] == pytest.approx(alone["val"], rel=1e-5)
+            for row, expected in zip(rows, alone["history"], strict=True):
+                speed = {"train/tokens_per_second": row["train/tokens_per_second"]}
+                assert row == pytest.approx({**expected, **speed}, rel=1e-5)
         assert result["updates"] == result["global_step"] == len(rows)
         assert rows[0]["train/nll"] > 3.5
         assert result["val"] < rows[0]["train/nll"] - 1.5
