@@ -107,6 +107,10 @@ def test_the_commands_in_a_configuration_are_valid(capsys, config):
         assert caught.value.code == 0, (command, capsys.readouterr().err)
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def run_command(command: str, folder: str, steps: int) -> None:
     """On a rank: a command as it stands, up to an optimizer step, where `examples` is and `runs` will be."""
     with mock.patch.dict(os.environ), mock.patch.object(sys, "path", list(sys.path)), contextlib.chdir(folder):
@@ -122,7 +126,7 @@ def command_case(config: str, command: str):
 @pytest.mark.parametrize(
     ("config", "command"), [command_case(config, command) for config in CONFIGS for command in commands_of(config)]
 )
-def test_a_command_in_a_configuration_trains(tmp_path, config, command):
+def test_a_command_in_a_configuration_trains_and_its_checkpoint_is_what_it_exports(tmp_path, config, command):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     first = commands_of(config)[0]
     reached = 0
@@ -134,6 +138,9 @@ def test_a_command_in_a_configuration_trains(tmp_path, config, command):
         newest = max(tmp_path.glob("runs/*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
         reached = read_metadata(newest)["global_step"]
         assert reached >= steps  # a run ends after a whole update
+    with contextlib.chdir(tmp_path):
+        main(["export", f"--checkpoint={newest}", "--output=exported"])
+    assert content(tmp_path / "exported") == content(newest.parents[1] / "hf")
 
 
 @pytest.mark.parametrize(

@@ -214,13 +214,9 @@ class TorchTitanStrategy(PipelinePasses, EngineStrategy, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: "Trainer") -> None:
-        # Tensors of inference mode cannot be used by FSDP2's hooks, nor in training afterwards.
-        for loop in (
-            trainer.validate_loop,
-            trainer.test_loop,
-            trainer.predict_loop,
-            trainer.fit_loop.epoch_loop.val_loop,
-        ):
+        # Tensors of inference mode cannot be used by FSDP2's hooks, nor in training afterwards. Validation within fit
+        # never makes any.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         assert self.model is not None
         require_engine_models(self.model)
