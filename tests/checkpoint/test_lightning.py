@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from lightning_rl_engines import EnginePrecision, FSDPUlyssesStrategy, ModelConfig
@@ -14,7 +16,7 @@ from lightning_rl_engines.checkpoint import read_metadata
 from tests.checkpoint.cases import ENGINES, Everything, SaveAfter, run
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import score_loss
-from tests.support import run_workers
+from tests.support import WorkerError, run_workers
 from tests.support.engine import EngineModule, with_engine
 from tests.support.lightning_env import ExternalEnvironment, make_trainer
 from tests.support.models import tiny_model_folder
@@ -136,6 +138,26 @@ def test_saving_outside_of_fit_and_evaluation_in_other_processes(
         assert found[0::2] == pytest.approx([first["expected"]] * 3, rel=1e-5)
         assert found[1::2] == (found[1],) * 3
         assert found[1] != 0.0
+
+
+def start_from(folder: str, documents: Documents, path: str, engine: str, stage: str) -> None:
+    module = Everything(ModelConfig(path=folder), documents)
+    getattr(make_trainer(ENGINES[engine](), max_steps=4), stage)(module, DataLoader(range(8)), ckpt_path=path)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_file_that_another_strategy_saved_is_refused_as_a_start(
+    tmp_path: Path, folder: str, documents: Documents, engine: str, stage: str
+) -> None:
+    path = tmp_path / "other.ckpt"
+    other = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    other.strategy.connect(BoringModel())
+    other.save_checkpoint(path)
+    assert path.is_file()
+    with pytest.raises(WorkerError, match=r"other.ckpt' is no checkpoint folder; name a folder") as caught:
+        run_workers(2, start_from, folder, documents, str(path), engine, stage)
+    assert caught.value.all_ranks_raised(ValueError)
 
 
 class Partial(Everything):
