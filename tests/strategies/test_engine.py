@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_rl_engines import ModelConfig, SFTLoss
+from tests.strategies.layouts import titan
 from tests.strategies.reference import Documents, make_documents
 from tests.strategies.steps import (
     assert_near,
@@ -63,6 +64,9 @@ def step_with_a_bad_document(folder: str, documents: Documents, bad: float, **st
         (2, {"fsdp_size": 1}, float("inf")),
         (4, {"ulysses_sp_size": 2}, float("nan")),
         (4, {"fsdp_size": 2}, float("nan")),
+        (*titan("dp2"), float("nan")),
+        (*titan("cp2"), float("inf")),
+        (*titan("tp2"), float("nan")),
     ],
 )
 def test_a_bad_number_on_one_rank_skips_the_step_on_all(world: int, strategy: dict[str, Any], bad: float) -> None:

@@ -49,7 +49,7 @@ def full_product() -> list[dict[str, Any]]:
     return cases
 
 
-def _loss(aggregation: str) -> PolicyLoss:
+def loss_of(aggregation: str) -> PolicyLoss:
     return PolicyLoss(
         clip_low=0.2,
         clip_high=0.28,
@@ -80,7 +80,7 @@ def run_case(
                 output = engine.forward_backward_batch(
                     module.policy,
                     documents.experience(mine),
-                    _loss(aggregation),
+                    loss_of(aggregation),
                     calculate_entropy=True,
                     temperature="temperature",
                     max_tokens_per_micro_batch=_BUDGET[micro],

@@ -113,7 +113,7 @@ def test_three_axes_of_eight_ranks_equal_the_plain_model(layout: str, model: str
     check_case(case, count=_PASSES)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "ep2-tp2"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "cp2", "ep2", "ep2-tp2"])
 @pytest.mark.parametrize("family", [test_deepseek, test_gpt_oss], ids=["deepseek", "gpt_oss"])
 def test_experts_of_other_families_equal_the_plain_model(tmp_path: Path, family: Any, layout: str) -> None:
     hugging_face_model(family.config_of()).save_pretrained(tmp_path)

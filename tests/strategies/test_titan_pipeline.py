@@ -19,6 +19,7 @@ from tests.strategies import test_losses_over_layouts as losses
 from tests.strategies import test_value as critics
 from tests.strategies.checks import assert_gradients, assert_number, backward
 from tests.strategies.reference import Documents, make_documents, ppo_reference, reference_gradients
+from tests.strategies.test_invariance import GRID, loss_of
 from tests.support import WorkerError, run_workers
 from tests.support.engine import EngineModule, share, with_engine
 from tests.support.models import random_documents, reference_log_probs, tiny_model, tiny_model_folder
@@ -157,6 +158,37 @@ def run_in_bf16(folder: str, documents: Documents, options: dict[str, Any]) -> A
         return columns["log_probs"], backward(module, experience, SFTLoss(), max_tokens_per_micro_batch=32)[2]
 
     return with_engine(body, ModelConfig(path=folder), precision="bf16-mixed", engine="torchtitan", **options)
+
+
+def run_aggregations(folder: str, documents: Documents) -> Any:
+    def body(module: EngineModule) -> Any:
+        engine = module.engine
+        mine = share(range(documents.size), engine.data_parallel_rank, engine.data_parallel_size)
+        return [
+            backward(
+                module,
+                documents.experience(mine),
+                loss_of(name),
+                calculate_entropy=True,
+                temperature="temperature",
+                max_tokens_per_micro_batch=32,
+            )
+            for name in GRID["aggregation"]
+        ]
+
+    return with_engine(body, ModelConfig(path=folder), engine="torchtitan", pipeline_parallel_degree=2)
+
+
+def test_every_aggregation_equals_the_plain_model():
+    folder, documents = deep_folder("llama"), documents_of("llama")
+    for found in run_workers(4, run_aggregations, folder, documents):
+        for name, (loss, _, gradients) in zip(GRID["aggregation"], found, strict=True):
+            total, expected = reference_gradients(
+                folder,
+                lambda model, name=name: ppo_reference(model, documents, name, entropy_coef=0.05, kl_coef=0.1)[0],
+            )
+            assert_number(loss, total, name)
+            assert_gradients(gradients, expected, name)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])

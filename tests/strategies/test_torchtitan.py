@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning import Trainer
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import StrategyRegistry, model_parallel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
@@ -80,6 +82,25 @@ def test_what_does_not_fit_the_run_is_refused_before_it(options: dict[str, Any],
     given = {name: value for name, value in options.items() if name != "name"}
     with pytest.raises(WorkerError, match=words):
         run_workers(1, build, folder, given)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_degree": 4}, "tensor_parallel_degree=4.*does not divide the 6 processes"),
+        ({"pipeline_parallel_degree": 2, "context_parallel_degree": 2}, "= 4.*does not divide the 6 processes"),
+        ({"expert_parallel_degree": 4}, "expert_parallel_degree=4"),
+    ],
+)
+def test_an_impossible_product_is_refused_before_ranks_connect(monkeypatch, options: dict[str, Any], words: str):
+    connected: list[Any] = []
+    for module, name in ((model_parallel, "_init_dist_connection"), (dist, "init_process_group")):
+        monkeypatch.setattr(module, name, lambda *arguments, **named: connected.append(arguments))
+    strategy = TorchTitanStrategy(**options)
+    strategy.accelerator, strategy.parallel_devices = CPUAccelerator(), [torch.device("cpu")] * 6
+    with pytest.raises(ValueError, match=words):
+        strategy.setup_environment()
+    assert connected == []
 
 
 @pytest.mark.parametrize(
