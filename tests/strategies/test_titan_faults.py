@@ -51,16 +51,18 @@ def names_of(stream: Any) -> list[str]:
 
 
 def clipped_steps(folder: str, documents: Documents, max_norm: float, strategy: dict[str, Any]) -> Any:
-    """On a rank: the norms of three clipped steps of SGD, and the weights after them."""
+    """On a rank: the norms of three clipped steps of SGD, each after a pass without gradients, and the weights then."""
 
     def body(module: EngineModule) -> Any:
-        engine, policy = module.engine, module.policy
-        norms = [
-            engine.train_batch(
-                policy, module.optimizers(), mine(engine, documents), score_loss, max_grad_norm=max_norm
-            ).metrics["grad_norm"]
-            for _ in range(3)
-        ]
+        engine, policy, optimizer, norms = module.engine, module.policy, module.optimizers(), []
+        for _ in range(3):
+            with engine.eval_mode(policy):
+                engine.infer_batch(policy, mine(engine, documents), calculate_entropy=True)
+            with engine.train_mode(policy, optimizer):
+                output = engine.train_batch(
+                    policy, optimizer, mine(engine, documents), score_loss, max_grad_norm=max_norm
+                )
+            norms.append(output.metrics["grad_norm"])
         return norms, copies(engine.get_per_tensor_param(policy))
 
     return with_engine(body, ModelConfig(path=folder), lr=0.5, engine="torchtitan", **strategy)
@@ -73,7 +75,8 @@ def clipped_steps(folder: str, documents: Documents, max_norm: float, strategy: 
         pytest.param(4, {TP: 4}, marks=pytest.mark.exhaustive),
         (4, {TP: 2}),
         (4, {"data_parallel_replicate_degree": 2}),
-        (2, {PP: 2}),
+        (2, {"activation_checkpointing": "full", "offload_param": True, "offload_optimizer": True}),
+        (2, {PP: 2, "activation_checkpointing": "full", "offload_param": True}),
     ],
 )
 def test_the_norm_that_clips_is_the_global_one_in_every_layout(world: int, strategy: dict[str, Any]) -> None:
