@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from lightning_rl_engines.checkpoint.names import saved_names
+from lightning_rl_engines.checkpoint.quiet import without_shard_warnings
 from lightning_rl_engines.models.lora_config import lora_from_dict, lora_to_dict
 from lightning_rl_engines.models.token_model import TokenModel
 
@@ -25,7 +26,8 @@ def trained_state(root: nn.Module) -> dict[str, Any]:
 
     Collective over the world.
     """
-    state = get_model_state_dict(root)
+    with without_shard_warnings():
+        state = get_model_state_dict(root)
     adapter = cast(TokenModel, root).adapter
     if adapter is None:
         return state
@@ -37,10 +39,11 @@ def trained_state(root: nn.Module) -> dict[str, Any]:
 
 def load_trained_state(root: nn.Module, state: dict[str, Any]) -> None:
     """Load what :func:`trained_state` returned; a base stays as it is. Collective over the world."""
-    if cast(TokenModel, root).adapter is not None:
-        # FSDP1 logs a warning for each name it does not find, so the base is written onto itself.
-        state = {**get_model_state_dict(root), **state}
-    set_model_state_dict(root, state)
+    with without_shard_warnings():
+        if cast(TokenModel, root).adapter is not None:
+            # FSDP1 logs a warning for each name it does not find, so the base is written onto itself.
+            state = {**get_model_state_dict(root), **state}
+        set_model_state_dict(root, state)
 
 
 def describe_adapter(root: nn.Module) -> dict[str, Any] | None:

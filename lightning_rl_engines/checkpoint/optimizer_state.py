@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from lightning_rl_engines.checkpoint.names import parameter_names, saved_names
+from lightning_rl_engines.checkpoint.quiet import without_shard_warnings
 from lightning_rl_engines.checkpoint.ranks import Gather, gather_distinct, raise_together
 
 TENSORS, VALUES, GROUPS = "state", "values", "groups"
@@ -113,15 +114,17 @@ def _live_state(root: nn.Module, optimizer: Optimizer) -> _State:
 def _flat_state(root: nn.Module, optimizer: Optimizer) -> _State:
     """The state under FSDP1, whose optimizers see slices of flattened parameters."""
     names = saved_names(root)
-    found: Any = get_optimizer_state_dict(root, optimizer)
+    with without_shard_warnings():
+        found: Any = get_optimizer_state_dict(root, optimizer)
     return {names[name]: dict(own) for name, own in found["state"].items()}
 
 
 def _set_flat_state(root: nn.Module, optimizer: Optimizer, state: _State) -> None:
     names = saved_names(root)
-    target: Any = get_optimizer_state_dict(root, optimizer)
-    target["state"] = {name: state[names[name]] for name in target["state"]}
-    set_optimizer_state_dict(root, optimizer, target)
+    with without_shard_warnings():
+        target: Any = get_optimizer_state_dict(root, optimizer)
+        target["state"] = {name: state[names[name]] for name in target["state"]}
+        set_optimizer_state_dict(root, optimizer, target)
 
 
 def _part(state: _State, *, tensors: bool) -> _State:

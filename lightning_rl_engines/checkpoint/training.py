@@ -138,7 +138,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """
     recover_checkpoints(path.parent)
     if not is_whole(path):
+        inside = sorted(child.name for child in path.iterdir() if is_whole(child)) if path.is_dir() else []
         state = "was not finished" if path.is_dir() else "is no checkpoint folder"
+        state = f"is the folder of {inside}" if inside else state
         raise ValueError(f"ckpt_path={str(path)!r} {state}; name a folder that this strategy saved, such as last.ckpt.")
     with naming_damage(path, RuntimeError):
         metadata: dict[str, Any] = torch.load(path / METADATA, weights_only=True)

@@ -124,6 +124,8 @@ def test_an_unfinished_checkpoint_is_refused_and_a_new_save_replaces_the_old_one
     run_workers(2, train, folder, documents, 2, str(path), None)
     assert read_metadata(path)["global_step"] == 2
     assert [item.name for item in tmp_path.iterdir()] == ["run.ckpt"]
+    with pytest.raises(ValueError, match=r"is the folder of \['run.ckpt'\]; name a folder"):
+        read_metadata(tmp_path)
     (path / "complete").unlink()
     with pytest.raises(WorkerError, match="was not finished") as caught:
         run_workers(2, train, folder, documents, 2, None, str(path))
